@@ -1,0 +1,248 @@
+"""The boundary to the Rust core: what crosses it, and nothing else does.
+
+Arrays are numpy; a plan's layout is described in `rust_core/src/plan.rs` and `pyvllm/step.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+class ParameterError(ValueError):
+    """A field of a request is out of its range. Always names the field."""
+
+    parameter: str
+    value: object
+
+def validate_params(params: Any) -> None:
+    """Check every field of a `SamplingParams` that can be checked without a model.
+
+    Raises `ParameterError` naming the first bad field, its value and the allowed range.
+    """
+
+@final
+class Vocabulary:
+    """Bytes of every token id, and how they join to text. Immutable; shared by all requests."""
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        *,
+        special_token_ids: Sequence[int] = (),
+        byte_token_ids: Sequence[int] = (),
+        strip_leading_space: bool = False,
+    ) -> None:
+        """`token_bytes[i]`: what id i adds to the text. `byte_token_ids`: SentencePiece's <0x00>..<0xFF>, whose
+        bytes form characters only with one another. `strip_leading_space`: one space at the start of the text is
+        not text.
+        """
+    def __len__(self) -> int: ...
+
+@final
+class Detokenizer:
+    """Text of one sequence, piece by piece: characters are held back until they are whole."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None: ...
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text completed by these tokens."""
+    def finish(self) -> str:
+        """What was held back, incomplete characters as U+FFFD."""
+
+@final
+class LogprobTable:
+    """Log-probabilities of some positions: column 0 is the token in question, then the best ones in order.
+
+    `token_ids` int32 [N, 1 + L], `logprobs` float32 [N, 1 + L], `ranks` int32 [N]: rank of column 0, from 1.
+    """
+
+    def __init__(
+        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], ranks: NDArray[np.int32]
+    ) -> None: ...
+    @property
+    def token_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...
+    @property
+    def ranks(self) -> NDArray[np.int32]: ...
+
+@final
+class StepPlan:
+    """What one forward pass computes."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def buffer(self) -> NDArray[np.int32]:
+        """The plan's words. May be taken once; the array owns its memory."""
+
+@final
+class Completion:
+    """One sequence of an output."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def text(self) -> str:
+        """All text, or what is new for `DELTA` requests."""
+    @property
+    def token_ids(self) -> list[int]:
+        """All generated ids, or the new ones for `DELTA` requests."""
+    @property
+    def cumulative_logprob(self) -> float | None: ...
+    @property
+    def logprobs(self) -> LogprobTable | None:
+        """One row for each of `token_ids`."""
+    @property
+    def finish_reason(self) -> str | None:
+        """`stop`, `length`, or None while running."""
+    @property
+    def stop_reason(self) -> int | str | None: ...
+
+@final
+class Output:
+    """What a commit has to tell of one request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt(self) -> str | None: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def prompt_logprobs(self) -> LogprobTable | None:
+        """One row for each prompt token but the first."""
+    @property
+    def completions(self) -> list[Completion]:
+        """By index; beams and `best_of` best first."""
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def arrival_time(self) -> float:
+        """Seconds since the epoch."""
+    @property
+    def queued_ts(self) -> float:
+        """Seconds on the core's monotonic clock, as the three below."""
+    @property
+    def scheduled_ts(self) -> float: ...
+    @property
+    def first_token_ts(self) -> float:
+        """0.0 until there is a token."""
+    @property
+    def last_token_ts(self) -> float: ...
+
+@final
+class Stats:
+    """A snapshot of the scheduler, counts since the start unless said otherwise."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences now running."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests now waiting."""
+    @property
+    def num_swapped(self) -> int:
+        """Sequences now on the host."""
+    @property
+    def num_gpu_blocks(self) -> int: ...
+    @property
+    def num_free_gpu_blocks(self) -> int:
+        """Blocks no live sequence holds, cached ones included."""
+    @property
+    def num_cached_gpu_blocks(self) -> int:
+        """Of the free blocks, those the prefix cache can still serve."""
+    @property
+    def num_cpu_blocks(self) -> int: ...
+    @property
+    def num_free_cpu_blocks(self) -> int: ...
+    @property
+    def num_recomputations(self) -> int: ...
+    @property
+    def num_swap_outs(self) -> int: ...
+    @property
+    def num_copies(self) -> int:
+        """Blocks copied on write."""
+    @property
+    def prefix_queries(self) -> int:
+        """Prompt tokens looked up in the prefix cache, and below: found. Recomputations do not count."""
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generation_tokens(self) -> int: ...
+
+@final
+class Scheduler:
+    """Queues, budgets, KV blocks, stops and text of all requests."""
+
+    def __init__(
+        self,
+        *,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int = 0,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        policy: str = "fcfs",
+        preemption_mode: str = "auto",
+        max_logprobs: int = 20,
+        graph_sizes: Sequence[int] = (),
+        vocabulary: Vocabulary | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`eos_token_ids`: the tokenizer's own first (its stop reason is None), then others that end a text.
+        `graph_sizes`: decode-only plans are padded to the least of them that holds the step.
+        """
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        params: Any,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter_id: int = 0,
+    ) -> None:
+        """Queue a request. Raises `ParameterError` if it can never run, with the numbers in the message."""
+    def abort(self, request_id: str) -> bool:
+        """Drop a request at once, wherever it is; False if there is none of exactly this id."""
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: nothing can run before the next commit. At most two steps are outstanding."""
+    def commit(
+        self,
+        step: int,
+        token_ids: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        sample_table: LogprobTable | None = None,
+        prompt_table: LogprobTable | None = None,
+    ) -> list[Output]:
+        """Take in what the oldest outstanding step sampled.
+
+        `token_ids` and `logprobs` [num_rows, num_candidates]; a beam row's candidates best first. `sample_table`: one
+        row for each logits row, needed when `max_logprobs >= 0`; `prompt_table`: one row for each of `prompt_rows`.
+        Outputs: requests that finished, and those with `DELTA` or `CUMULATIVE` output that advanced.
+        """
+    def has_unfinished(self) -> bool: ...
+    def num_unfinished(self) -> int:
+        """Requests waiting, running or swapped."""
+    def stats(self) -> Stats: ...
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks. False, and nothing done, while a request is alive."""
+    def check_invariants(self) -> None:
+        """Raise `RuntimeError` if memory accounting is wrong (design invariants; used by tests)."""

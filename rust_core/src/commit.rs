@@ -1,0 +1,280 @@
+//! `commit()`: tokens in. Publishes blocks, makes text, looks for stops, ends sequences, tells what is new.
+
+use crate::beam::{self, Offer};
+use crate::draft::{Flight, RowRef};
+use crate::error::{Error, Result};
+use crate::output::{Completion, LogprobTable, Output};
+use crate::plan::RowParam;
+use crate::request::OutputKind;
+use crate::scheduler::Scheduler;
+use crate::sequence::{Group, History, Sequence};
+
+/// What a step's sampler returned, in the order of its rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Sampled<'a> {
+    /// rows × candidates ids; a beam row's candidates best first.
+    pub token_ids: &'a [i32],
+    /// rows × candidates log-probabilities.
+    pub logprobs: &'a [f32],
+    /// One row for each logits row, if a row wants log-probabilities.
+    pub sample_table: Option<&'a LogprobTable>,
+    /// One row for each prompt row.
+    pub prompt_table: Option<&'a LogprobTable>,
+}
+
+impl<'a> Sampled<'a> {
+    fn check(&self, flight: &Flight) -> Result<()> {
+        let expected = flight.rows.len() * flight.num_candidates;
+        let prompt_rows: usize = flight.prompt_rows.iter().map(|(_, count)| count).sum();
+        let table_rows = if flight.needs_table { 0 } else { flight.rows.len() };
+        let found = [
+            ("token_ids", self.token_ids.len(), expected),
+            ("logprobs", self.logprobs.len(), expected),
+            ("sample_table", self.sample_table.map_or(table_rows, LogprobTable::len), flight.rows.len()),
+            ("prompt_table", self.prompt_table.map_or(0, LogprobTable::len), prompt_rows),
+        ];
+        for (name, len, expected) in found {
+            if len != expected {
+                let message = format!("commit of step {}: {name} has {len} entries, expected {expected}", flight.step);
+                return Err(Error::Internal(message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Table row of a logits row: (ids, log-probabilities, rank).
+    fn table_row(&self, row: usize) -> Option<(&'a [i32], &'a [f32], i32)> {
+        let table = self.sample_table?;
+        let at = row * table.width..(row + 1) * table.width;
+        Some((&table.token_ids[at.clone()], &table.logprobs[at], table.ranks[row]))
+    }
+}
+
+impl Scheduler {
+    /// Take in what the oldest outstanding step sampled. Returns requests that ended, and those that want news of
+    /// each step and advanced.
+    pub fn commit(&mut self, step: u32, sampled: Sampled) -> Result<Vec<Output>> {
+        let Some(flight) = self.flights.front().filter(|flight| flight.step == step) else {
+            let oldest = self.flights.front().map(|flight| flight.step);
+            return Err(Error::Internal(format!("commit of step {step}, the oldest outstanding one is {oldest:?}")));
+        };
+        sampled.check(flight)?;
+        let vocab = self.config.vocab_size as i32;
+        if let Some(id) = sampled.token_ids.iter().find(|&&id| id < 0 || id >= vocab) {
+            return Err(Error::Internal(format!("step {step} sampled token {id}, the vocabulary has {vocab}")));
+        }
+        let Some(flight) = self.flights.pop_front() else { return Ok(Vec::new()) };
+        self.commit_prompt_rows(&flight, sampled);
+        let now = self.now();
+        let mut touched: Vec<u32> = Vec::new();
+        let mut row = 0;
+        while row < flight.rows.len() {
+            row += self.commit_row(&flight, row, sampled, now, &mut touched);
+        }
+        Ok(touched.into_iter().filter_map(|slot| self.tell(slot)).collect())
+    }
+
+    fn is_alive(&self, reference: RowRef) -> bool {
+        let group = self.groups[reference.slot as usize].as_ref();
+        group.is_some_and(|group| group.request.arrival == reference.arrival)
+    }
+
+    fn commit_prompt_rows(&mut self, flight: &Flight, sampled: Sampled) {
+        let Some(source) = sampled.prompt_table else { return };
+        let mut row = 0;
+        for &(reference, count) in &flight.prompt_rows {
+            let alive = self.is_alive(reference);
+            let group = self.groups[reference.slot as usize].as_mut().filter(|_| alive);
+            if let Some(table) = group.and_then(|group| group.prompt_logprobs.as_mut()) {
+                for row in row..row + count {
+                    let at = row * source.width..(row + 1) * source.width;
+                    table.push(&source.token_ids[at.clone()], &source.logprobs[at], source.ranks[row]);
+                }
+            }
+            row += count;
+        }
+    }
+
+    /// Take in one row, or all rows of a beam group; returns how many.
+    fn commit_row(&mut self, flight: &Flight, row: usize, sampled: Sampled, now: f64, touched: &mut Vec<u32>) -> usize {
+        let reference = flight.rows[row];
+        if !self.is_alive(reference) {
+            return 1;
+        }
+        let Some(mut group) = self.groups[reference.slot as usize].take() else { return 1 };
+        let rows = if group.beam.is_some() {
+            self.commit_beams(&mut group, flight, row, sampled, touched)
+        } else {
+            self.commit_token(&mut group, reference, row * flight.num_candidates, row, sampled, touched);
+            1
+        };
+        if group.timing.first_token == 0.0 {
+            group.timing.first_token = now;
+        }
+        group.timing.last_token = now;
+        self.groups[reference.slot as usize] = Some(group);
+        rows
+    }
+
+    fn commit_token(
+        &mut self,
+        group: &mut Group,
+        reference: RowRef,
+        at: usize,
+        row: usize,
+        sampled: Sampled,
+        touched: &mut Vec<u32>,
+    ) {
+        let index = reference.sequence as usize;
+        let Group { request, sequences, .. } = &mut *group;
+        let sequence = &mut sequences[index];
+        sequence.in_flight -= 1;
+        if !sequence.is_live() {
+            return;
+        }
+        let history = &mut sequence.history;
+        if request.row_params[RowParam::NumLogprobs as usize] >= 0 {
+            history.cumulative_logprob += sampled.logprobs[at];
+        }
+        if let (Some(table), Some((ids, logprobs, rank))) = (&mut history.logprobs, sampled.table_row(row)) {
+            table.push(ids, logprobs, rank);
+        }
+        history.accept(sampled.token_ids[at] as u32, request, self.vocabulary.as_deref());
+        self.counters.generation_tokens += 1;
+        if history.finish.is_some() {
+            self.blocks.release(std::mem::take(&mut sequence.table));
+            let freed = usize::from(group.reserved > 0);
+            group.reserved -= freed;
+            self.num_reserved -= freed;
+            touch(group, reference.slot, touched);
+        } else {
+            if (request.prompt.len() + history.output.len()) / self.config.block_size > sequence.num_published {
+                self.publish(group, index);
+            }
+            if group.request.params.output_kind != OutputKind::FinalOnly {
+                touch(group, reference.slot, touched);
+            }
+        }
+    }
+
+    fn commit_beams(
+        &mut self,
+        group: &mut Group,
+        flight: &Flight,
+        row: usize,
+        sampled: Sampled,
+        touched: &mut Vec<u32>,
+    ) -> usize {
+        let reference = flight.rows[row];
+        let same = |other: &&RowRef| other.arrival == reference.arrival;
+        let rows = flight.rows[row..].iter().take_while(same).count();
+        let k = flight.num_candidates;
+        let mine = group.request.row_params[RowParam::NumCandidates as usize] as usize;
+        let offers: Vec<Offer> = (row..row + rows)
+            .map(|row| Offer {
+                token_ids: &sampled.token_ids[row * k..row * k + mine],
+                logprobs: &sampled.logprobs[row * k..row * k + mine],
+                top: sampled.table_row(row).map(|(ids, logprobs, _)| (&ids[1..], &logprobs[1..])),
+            })
+            .collect();
+        group.sequences.iter_mut().for_each(|sequence| sequence.in_flight = sequence.in_flight.saturating_sub(1));
+        let ended = beam::advance(group, &offers, &mut self.blocks, self.vocabulary.as_deref());
+        self.counters.generation_tokens += group.sequences.len().max(1) as u64;
+        if ended {
+            touch(group, reference.slot, touched);
+        } else {
+            (0..group.sequences.len()).for_each(|index| self.publish(group, index));
+        }
+        rows
+    }
+
+    /// The output of a group with news; ends the group if all its sequences have ended.
+    fn tell(&mut self, slot: u32) -> Option<Output> {
+        let group = self.groups[slot as usize].as_deref_mut()?;
+        group.touched = false;
+        let finished = group.live().next().is_none();
+        let tells = finished || !group.request.params.ranks_outputs();
+        let news = match group.request.params.output_kind {
+            OutputKind::FinalOnly => finished,
+            _ => tells,
+        };
+        if finished {
+            let mut group = self.remove(slot)?;
+            return Some(output(&mut group, true));
+        }
+        news.then(|| output(group, false))
+    }
+}
+
+fn touch(group: &mut Group, slot: u32, touched: &mut Vec<u32>) {
+    if !std::mem::replace(&mut group.touched, true) {
+        touched.push(slot);
+    }
+}
+
+fn output(group: &mut Group, finished: bool) -> Output {
+    let prompt_logprobs = group.prompt_logprobs.as_ref().filter(|table| table.len() + 1 == group.prompt_len());
+    Output {
+        request_id: group.request.request_id.clone(),
+        prompt: group.request.prompt_text.clone(),
+        prompt_token_ids: group.request.prompt.clone(),
+        prompt_logprobs: prompt_logprobs.cloned(),
+        completions: completions(group),
+        finished,
+        num_cached_tokens: group.num_cached_tokens,
+        num_preemptions: group.num_preemptions,
+        timing: group.timing,
+    }
+}
+
+fn completions(group: &mut Group) -> Vec<Completion> {
+    let Group { request, sequences, beam, .. } = group;
+    let wants_logprobs = request.row_params[RowParam::NumLogprobs as usize] >= 0;
+    let whole = |index: usize, history: &History| Completion {
+        index,
+        text: history.visible_text(request).to_owned(),
+        token_ids: history.output.clone(),
+        cumulative_logprob: wants_logprobs.then_some(history.cumulative_logprob),
+        logprobs: history.logprobs.clone(),
+        finish_reason: history.finish.as_ref().map(|(reason, _)| *reason),
+        stop_reason: history.finish.as_ref().and_then(|(_, stop)| stop.clone()),
+    };
+    let n = request.params.n as usize;
+    if let Some(beam) = beam {
+        let best = beam.hypotheses.iter().take(n).enumerate();
+        return best.map(|(index, hypothesis)| whole(index, &hypothesis.history)).collect();
+    }
+    if request.params.ranks_outputs() {
+        let mut ranked: Vec<&Sequence> = sequences.iter().collect();
+        ranked.sort_by(|a, b| b.history.cumulative_logprob.total_cmp(&a.history.cumulative_logprob));
+        return ranked.iter().take(n).enumerate().map(|(i, sequence)| whole(i, &sequence.history)).collect();
+    }
+    if request.params.output_kind != OutputKind::Delta {
+        return sequences.iter().map(|sequence| whole(sequence.index as usize, &sequence.history)).collect();
+    }
+    sequences.iter_mut().filter_map(|sequence| delta(sequence, request, wants_logprobs)).collect()
+}
+
+/// What a sequence has to tell since the last time, if anything.
+fn delta(
+    sequence: &mut Sequence,
+    request: &crate::sequence::Request,
+    wants_logprobs: bool,
+) -> Option<Completion> {
+    let history = &sequence.history;
+    let (text_from, tokens_from) = sequence.delivered;
+    if tokens_from == history.output.len() {
+        return None;
+    }
+    let text = history.visible_text(request);
+    sequence.delivered = (text.len(), history.output.len());
+    Some(Completion {
+        index: sequence.index as usize,
+        text: text[text_from..].to_owned(),
+        token_ids: history.output[tokens_from..].to_vec(),
+        cumulative_logprob: wants_logprobs.then_some(history.cumulative_logprob),
+        logprobs: history.logprobs.as_ref().map(|table| table.tail(tokens_from)),
+        finish_reason: history.finish.as_ref().map(|(reason, _)| *reason),
+        stop_reason: history.finish.as_ref().and_then(|(_, stop)| stop.clone()),
+    })
+}

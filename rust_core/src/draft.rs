@@ -1,0 +1,396 @@
+//! A step being put together: what is scheduled, and writing it down as a [`StepPlan`].
+
+use crate::plan::{
+    HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, RowParam, Section, StepPlan,
+};
+use crate::sequence::{Group, Sequence};
+
+/// Tokens of one sequence in the step.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// Where the group is stored.
+    pub slot: u32,
+    /// The sequence whose tokens are computed.
+    pub sequence: u32,
+    /// Position of the first token.
+    pub start: u32,
+    /// Tokens.
+    pub len: u32,
+    /// First of the group's sequences that sample from the last token.
+    pub first_row: u32,
+    /// How many sample from it: none inside a prompt, all n at its end.
+    pub num_rows: u32,
+    /// Prompt positions, from `start + first` on, whose log-probabilities are wanted: (first, count).
+    pub prompt_rows: (u32, u32),
+}
+
+/// Which sequence a logits row belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowRef {
+    /// Where the group is stored, if it still lives.
+    pub slot: u32,
+    /// Place of the sequence in the group; for beams, of the row's parent.
+    pub sequence: u32,
+    /// `Request::arrival`: tells the group from a later one in the same slot.
+    pub arrival: u64,
+}
+
+/// A scheduled step whose results are outstanding.
+#[derive(Debug, Default)]
+pub struct Flight {
+    /// Number of the step.
+    pub step: u32,
+    /// One for each logits row.
+    pub rows: Vec<RowRef>,
+    /// One for each group with prompt rows: where, and how many.
+    pub prompt_rows: Vec<(RowRef, usize)>,
+    /// Columns the sampler returns.
+    pub num_candidates: usize,
+    /// Whether a row wants log-probabilities, so that the sampler returns a table of them.
+    pub needs_table: bool,
+}
+
+/// What is scheduled so far.
+#[derive(Debug, Default)]
+pub struct Draft {
+    /// Tokens to compute.
+    pub entries: Vec<Entry>,
+    /// (device, host) blocks.
+    pub swap_out: Vec<[i32; 2]>,
+    /// (host, device) blocks.
+    pub swap_in: Vec<[i32; 2]>,
+    /// (source, destination) device blocks.
+    pub copies: Vec<[i32; 2]>,
+}
+
+/// Sections that only some rows need, and the scalars that rows add up to.
+#[derive(Default)]
+struct Extras {
+    penalty_rows: Vec<i32>,
+    penalty_offsets: Vec<i32>,
+    penalty_tokens: Vec<[i32; 2]>,
+    bias: Vec<[i32; 3]>,
+    allowed_rows: Vec<i32>,
+    allowed_offsets: Vec<i32>,
+    allowed_ids: Vec<i32>,
+    banned: Vec<[i32; 2]>,
+    prompt_rows: Vec<[i32; 3]>,
+    flags: i32,
+    num_candidates: i32,
+    max_logprobs: i32,
+}
+
+impl Draft {
+    /// Forget everything, keeping memory.
+    pub fn clear(&mut self) {
+        self.entries.clear();
+        self.swap_out.clear();
+        self.swap_in.clear();
+        self.copies.clear();
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty() && self.swap_out.is_empty() && self.swap_in.is_empty() && self.copies.is_empty()
+    }
+
+    /// The captured graph that holds the step, or 0: only steps of one token and one row a sequence have graphs.
+    fn graph_size(&self, graph_sizes: &[usize]) -> usize {
+        let single = |entry: &Entry| entry.len == 1 && entry.num_rows == 1 && entry.prompt_rows.1 == 0;
+        if self.entries.is_empty() || !self.entries.iter().all(single) {
+            return 0;
+        }
+        graph_sizes.iter().copied().find(|&size| size >= self.entries.len()).unwrap_or(0)
+    }
+
+    /// Write the plan, and tell each sequence the row that samples its next token.
+    pub fn write(
+        &mut self,
+        step: u32,
+        groups: &mut [Option<Box<Group>>],
+        block_size: usize,
+        graph_sizes: &[usize],
+    ) -> (StepPlan, Flight) {
+        let graph_size = self.graph_size(graph_sizes);
+        if graph_size == 0 {
+            self.entries.sort_by_key(|entry| entry.len != 1);
+        }
+        let sum = |count: fn(&Entry) -> u32| self.entries.iter().map(|entry| count(entry) as usize).sum::<usize>();
+        let (num_tokens, num_rows, num_seqs) = (sum(|entry| entry.len), sum(|entry| entry.num_rows), self.entries.len());
+        let sizes = [num_tokens.max(graph_size), num_seqs.max(graph_size), num_rows.max(graph_size)];
+        let mut sections = SectionTable::new();
+        let mut flight = Flight { step, rows: Vec::with_capacity(num_rows), ..Flight::default() };
+        let mut extras = Extras { num_candidates: 1, max_logprobs: -1, ..Extras::default() };
+        let mut buffer = self.fixed_sections(&mut sections, sizes);
+        self.fill(&mut buffer, &sections, sizes, groups, block_size, &mut flight, &mut extras);
+        self.block_tables(&mut buffer, &mut sections, groups, block_size);
+        self.variable_sections(&mut buffer, &mut sections, &extras);
+        let lens = |of: fn(&Entry) -> u32| self.entries.iter().map(of).max().unwrap_or(0) as i32;
+        for (scalar, value) in [
+            (Header::Magic, MAGIC),
+            (Header::Step, (step & 0x7fff_ffff) as i32),
+            (Header::NumTokens, num_tokens as i32),
+            (Header::NumSeqs, num_seqs as i32),
+            (Header::NumDecodes, self.entries.iter().filter(|entry| entry.len == 1).count() as i32),
+            (Header::NumRows, num_rows as i32),
+            (Header::GraphSize, graph_size as i32),
+            (Header::MaxQueryLen, lens(|entry| entry.len)),
+            (Header::MaxSeqLen, lens(|entry| entry.start + entry.len)),
+            (Header::NumCandidates, extras.num_candidates),
+            (Header::MaxLogprobs, extras.max_logprobs),
+            (Header::Flags, extras.flags),
+            (Header::NumSections, NUM_SECTIONS as i32),
+        ] {
+            buffer[scalar as usize] = value;
+        }
+        buffer[NUM_SCALARS..HEADER_LEN].copy_from_slice(&sections.words);
+        flight.num_candidates = extras.num_candidates as usize;
+        flight.needs_table = extras.max_logprobs >= 0 && num_rows > 0;
+        (StepPlan { step, buffer }, flight)
+    }
+
+    /// The buffer with its header and all sections up to `block_table_offsets`, still zero.
+    fn fixed_sections(&self, sections: &mut SectionTable, [tokens, seqs, rows]: [usize; 3]) -> Vec<i32> {
+        for (section, len) in [
+            (Section::TokenIds, tokens),
+            (Section::Positions, tokens),
+            (Section::SlotMapping, tokens),
+            (Section::QueryStartLoc, seqs + 1),
+            (Section::SeqLens, seqs),
+            (Section::RowToken, rows),
+            (Section::RowParams, rows * ROW_PARAMS),
+            (Section::BlockTableOffsets, seqs + 1),
+        ] {
+            sections.place(section, len);
+        }
+        let mut buffer = Vec::with_capacity(sections.end + 2 * (self.swap_out.len() + self.copies.len()) + 64 * seqs);
+        buffer.resize(sections.end, 0);
+        buffer
+    }
+
+    #[allow(clippy::too_many_arguments)] // all of one step's state, once
+    fn fill(
+        &self,
+        buffer: &mut [i32],
+        sections: &SectionTable,
+        [_, seqs, rows]: [usize; 3],
+        groups: &mut [Option<Box<Group>>],
+        block_size: usize,
+        flight: &mut Flight,
+        extras: &mut Extras,
+    ) {
+        let [ids, positions, slots, starts, lens, row_token, row_params, _] = sections.split_fixed(buffer);
+        let mut token = 0;
+        for (i, entry) in self.entries.iter().enumerate() {
+            let Some(group) = groups[entry.slot as usize].as_deref_mut() else { continue };
+            write_tokens(group, *entry, block_size, &mut ids[token..], &mut positions[token..], &mut slots[token..]);
+            write_prompt_rows(group, *entry, token, flight, extras);
+            token += entry.len as usize;
+            starts[i + 1] = token as i32;
+            lens[i] = (entry.start + entry.len) as i32;
+            for sequence in entry.first_row..entry.first_row + entry.num_rows {
+                let row = flight.rows.len();
+                row_token[row] = token as i32 - 1;
+                let params = &mut row_params[row * ROW_PARAMS..(row + 1) * ROW_PARAMS];
+                write_row(group, sequence as usize, row as i32, params, extras);
+                flight.rows.push(RowRef { slot: entry.slot, sequence, arrival: group.request.arrival });
+            }
+        }
+        for pad in token..ids.len() {
+            slots[pad] = -1;
+        }
+        for pad in self.entries.len()..seqs {
+            starts[pad + 1] = starts[pad] + 1;
+        }
+        for pad in flight.rows.len()..rows {
+            row_token[pad] = pad as i32;
+            row_params[pad * ROW_PARAMS..(pad + 1) * ROW_PARAMS].copy_from_slice(&PADDING_ROW);
+        }
+    }
+
+    fn block_tables(
+        &self,
+        buffer: &mut Vec<i32>,
+        sections: &mut SectionTable,
+        groups: &[Option<Box<Group>>],
+        block_size: usize,
+    ) {
+        let (offsets, num_offsets) = sections.get(Section::BlockTableOffsets);
+        let begin = buffer.len();
+        for (i, entry) in self.entries.iter().enumerate() {
+            let Some(group) = &groups[entry.slot as usize] else { continue };
+            let needed = ((entry.start + entry.len) as usize).div_ceil(block_size);
+            let blocks = &group.sequences[entry.sequence as usize].table.blocks()[..needed];
+            buffer.extend(blocks.iter().map(|&block| block as i32));
+            buffer[offsets + i + 1] = (buffer.len() - begin) as i32;
+        }
+        for pad in self.entries.len() + 1..num_offsets {
+            buffer[offsets + pad] = (buffer.len() - begin) as i32;
+        }
+        sections.place(Section::BlockTableIds, buffer.len() - begin);
+    }
+
+    fn variable_sections(&self, buffer: &mut Vec<i32>, sections: &mut SectionTable, extras: &Extras) {
+        let mut append = |section: Section, words: &[i32]| {
+            sections.place(section, words.len());
+            buffer.extend_from_slice(words);
+        };
+        append(Section::SwapOut, self.swap_out.as_flattened());
+        append(Section::SwapIn, self.swap_in.as_flattened());
+        append(Section::Copies, self.copies.as_flattened());
+        append(Section::PenaltyRows, &extras.penalty_rows);
+        append(Section::PenaltyOffsets, &with_end(&extras.penalty_offsets, extras.penalty_tokens.len()));
+        append(Section::PenaltyTokens, extras.penalty_tokens.as_flattened());
+        append(Section::Bias, extras.bias.as_flattened());
+        append(Section::AllowedRows, &extras.allowed_rows);
+        append(Section::AllowedOffsets, &with_end(&extras.allowed_offsets, extras.allowed_ids.len()));
+        append(Section::AllowedIds, &extras.allowed_ids);
+        append(Section::Banned, extras.banned.as_flattened());
+        append(Section::PromptRows, extras.prompt_rows.as_flattened());
+    }
+}
+
+const ONE: i32 = 0x3f80_0000;
+/// A padding row: greedy, nothing wanted.
+const PADDING_ROW: [i32; ROW_PARAMS] = {
+    let mut row = [0; ROW_PARAMS];
+    row[RowParam::TopP as usize] = ONE;
+    row[RowParam::RepetitionPenalty as usize] = ONE;
+    row[RowParam::NumLogprobs as usize] = -1;
+    row[RowParam::NumCandidates as usize] = 1;
+    row
+};
+
+/// CSR offsets: the starts, then the end.
+fn with_end(starts: &[i32], end: usize) -> Vec<i32> {
+    let mut offsets = Vec::with_capacity(starts.len() + 1);
+    offsets.extend_from_slice(starts);
+    offsets.push(end as i32);
+    offsets
+}
+
+fn write_tokens(
+    group: &Group,
+    entry: Entry,
+    block_size: usize,
+    ids: &mut [i32],
+    positions: &mut [i32],
+    slots: &mut [i32],
+) {
+    let sequence = &group.sequences[entry.sequence as usize];
+    let (prompt, output) = (&group.request.prompt, &sequence.history.output);
+    let blocks = sequence.table.blocks();
+    for i in 0..entry.len as usize {
+        let position = entry.start as usize + i;
+        ids[i] = if let Some(&token) = prompt.get(position) {
+            token as i32
+        } else {
+            output.get(position - prompt.len()).map_or(-1 - sequence.last_row, |&token| token as i32)
+        };
+        positions[i] = position as i32;
+        slots[i] = (blocks[position / block_size] as usize * block_size + position % block_size) as i32;
+    }
+}
+
+fn write_prompt_rows(group: &Group, entry: Entry, first_token: usize, flight: &mut Flight, extras: &mut Extras) {
+    let (first, count) = (entry.prompt_rows.0 as usize, entry.prompt_rows.1 as usize);
+    let Some(table) = group.prompt_logprobs.as_ref().filter(|_| count > 0) else { return };
+    for i in first..first + count {
+        let next = group.request.prompt[entry.start as usize + i + 1];
+        extras.prompt_rows.push([(first_token + i) as i32, next as i32, table.width as i32 - 1]);
+    }
+    let reference = RowRef { slot: entry.slot, sequence: entry.sequence, arrival: group.request.arrival };
+    flight.prompt_rows.push((reference, count));
+}
+
+/// Two words that make the noise of a draw: a hash (splitmix64's finalizer) of the seed and the output position.
+fn noise_key(seed: u64, position: usize) -> [i32; 2] {
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    let step = (position as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let key = mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_add(step));
+    [key as u32 as i32, (key >> 32) as u32 as i32]
+}
+
+fn write_row(group: &mut Group, index: usize, row: i32, params: &mut [i32], extras: &mut Extras) {
+    let Group { request, sequences, .. } = group;
+    let sequence = &mut sequences[index];
+    // The row counts as in flight already; the token before it may be as well.
+    let pending = usize::from(sequence.in_flight) - 1;
+    let position = sequence.history.output.len() + pending;
+    params.copy_from_slice(&request.row_params);
+    [params[RowParam::NoiseKey0 as usize], params[RowParam::NoiseKey1 as usize]] =
+        noise_key(request.seed.wrapping_add(u64::from(sequence.index)), position);
+    extras.flags |= request.flags;
+    extras.num_candidates = extras.num_candidates.max(params[RowParam::NumCandidates as usize]);
+    extras.max_logprobs = extras.max_logprobs.max(params[RowParam::NumLogprobs as usize]);
+    if request.has_extras {
+        write_extras(request, sequence, pending > 0, position, row, extras);
+    }
+    sequence.last_row = row;
+}
+
+fn write_extras(
+    request: &crate::sequence::Request,
+    sequence: &Sequence,
+    pending: bool,
+    position: usize,
+    row: i32,
+    extras: &mut Extras,
+) {
+    let params = &request.params;
+    if let Some(counts) = &sequence.history.counts {
+        extras.penalty_rows.push(row);
+        extras.penalty_offsets.push(extras.penalty_tokens.len() as i32);
+        extras.penalty_tokens.extend_from_slice(&request.prompt_counts);
+        extras.penalty_tokens.extend_from_slice(&counts.entries);
+        if pending {
+            extras.penalty_tokens.push([-1 - sequence.last_row, 1]);
+        }
+    }
+    let bias = params.logit_bias.iter().map(|&(id, bias)| [row, id as i32, (bias as f32).to_bits() as i32]);
+    extras.bias.extend(bias);
+    if let Some(allowed) = &params.allowed_token_ids {
+        extras.allowed_rows.push(row);
+        extras.allowed_offsets.push(extras.allowed_ids.len() as i32);
+        extras.allowed_ids.extend(allowed.iter().map(|&id| id as i32));
+    }
+    if position < params.min_tokens as usize {
+        extras.banned.extend(request.stop_tokens.iter().map(|&(id, _)| [row, id as i32]));
+    }
+}
+
+/// Offsets and lengths of the sections placed so far.
+struct SectionTable {
+    words: [i32; 2 * NUM_SECTIONS],
+    end: usize,
+}
+
+impl SectionTable {
+    fn new() -> Self {
+        Self { words: [0; 2 * NUM_SECTIONS], end: HEADER_LEN }
+    }
+
+    fn place(&mut self, section: Section, len: usize) {
+        self.words[2 * section as usize] = self.end as i32;
+        self.words[2 * section as usize + 1] = len as i32;
+        self.end += len;
+    }
+
+    fn get(&self, section: Section) -> (usize, usize) {
+        (self.words[2 * section as usize] as usize, self.words[2 * section as usize + 1] as usize)
+    }
+
+    /// The first eight sections as slices.
+    fn split_fixed<'a>(&self, buffer: &'a mut [i32]) -> [&'a mut [i32]; 8] {
+        let (_, mut rest) = buffer.split_at_mut(HEADER_LEN);
+        std::array::from_fn(|section| {
+            let (part, tail) = std::mem::take(&mut rest).split_at_mut(self.words[2 * section + 1] as usize);
+            rest = tail;
+            part
+        })
+    }
+}

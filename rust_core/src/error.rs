@@ -1,0 +1,35 @@
+//! The crate's one error type.
+
+/// What can go wrong at the crate's surface.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// A field of a request or of the configuration is out of its range.
+    #[error("{message}")]
+    Parameter {
+        /// Name of the field.
+        parameter: String,
+        /// Names the field, its value and the allowed range.
+        message: String,
+    },
+    /// The caller broke the step protocol, or an invariant does not hold: a fault of the engine, not of a request.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl Error {
+    /// An [`Error::Parameter`] with the message "`parameter` must be `expected`, got `value`".
+    pub fn range(parameter: &str, expected: &str, value: impl std::fmt::Display) -> Self {
+        Self::Parameter {
+            parameter: parameter.to_owned(),
+            message: format!("{parameter} must be {expected}, got {value}"),
+        }
+    }
+
+    /// An [`Error::Parameter`] with a message of its own.
+    pub fn parameter(parameter: &str, message: impl Into<String>) -> Self {
+        Self::Parameter { parameter: parameter.to_owned(), message: message.into() }
+    }
+}
+
+/// The crate's result.
+pub type Result<T> = std::result::Result<T, Error>;

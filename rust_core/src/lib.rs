@@ -1,0 +1,23 @@
+//! The core of pyvllm: scheduler, paged KV block manager, detokenizer. It knows time and text; tensors are Python's.
+//!
+//! One request lives in one [`sequence::Group`]. A step makes two calls: [`Scheduler::schedule`] gives a
+//! [`plan::StepPlan`], [`Scheduler::commit`] takes the sampled tokens and gives [`output::Output`]s.
+
+pub mod beam;
+pub mod block_manager;
+pub mod commit;
+pub mod detokenizer;
+pub mod draft;
+pub mod error;
+pub mod fault;
+pub mod output;
+pub mod plan;
+#[cfg(feature = "python")]
+mod py;
+pub mod request;
+pub mod schedule;
+pub mod scheduler;
+pub mod sequence;
+pub mod stats;
+
+pub use scheduler::{Config, Scheduler};

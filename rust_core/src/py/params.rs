@@ -1,0 +1,140 @@
+//! `SamplingParams` from any Python object with its attributes; a wrong type is an error that names the field.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyString};
+
+use super::parameter_error;
+use crate::request::{EarlyStopping, OutputKind, SamplingParams};
+
+/// Whether a value is one of Python's two booleans, which are integers too.
+pub(super) fn is_bool(value: &Bound<'_, PyAny>) -> bool {
+    value.is_instance_of::<PyBool>()
+}
+
+/// Whether a sequence has a boolean among its items.
+pub(super) fn holds_bool(values: &Bound<'_, PyAny>) -> bool {
+    values.try_iter().is_ok_and(|mut items| items.any(|item| item.is_ok_and(|item| is_bool(&item))))
+}
+
+/// Python's `repr`, for messages.
+pub(super) fn repr(value: &Bound<'_, PyAny>) -> String {
+    value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string())
+}
+
+/// The attributes of one Python object.
+struct Fields<'a, 'py>(&'a Bound<'py, PyAny>);
+
+impl<'py> Fields<'_, 'py> {
+    fn wrong(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
+        let message = format!("{name} must be {expected}, got {}", repr(value));
+        parameter_error(value.py(), name, message, value.clone().unbind())
+    }
+
+    /// An attribute; None stands for the default.
+    fn get(&self, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let value = self.0.getattr(name)?;
+        Ok((!value.is_none()).then_some(value))
+    }
+
+    fn int(&self, name: &str) -> PyResult<Option<i64>> {
+        self.get(name)?.map(|value| Self::as_int(name, "a 64-bit integer", &value)).transpose()
+    }
+
+    fn as_int(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyResult<i64> {
+        let number = if is_bool(value) { None } else { value.extract().ok() };
+        number.ok_or_else(|| Self::wrong(name, expected, value))
+    }
+
+    fn float(&self, name: &str) -> PyResult<Option<f64>> {
+        let Some(value) = self.get(name)? else { return Ok(None) };
+        let number = if is_bool(&value) { None } else { value.extract().ok() };
+        number.map(Some).ok_or_else(|| Self::wrong(name, "a number", &value))
+    }
+
+    fn bool(&self, name: &str) -> PyResult<Option<bool>> {
+        let Some(value) = self.get(name)? else { return Ok(None) };
+        value.extract().map(Some).map_err(|_| Self::wrong(name, "True or False", &value))
+    }
+
+    fn ids(&self, name: &str) -> PyResult<Option<Vec<i64>>> {
+        let Some(value) = self.get(name)? else { return Ok(None) };
+        let expected = "a list of token ids";
+        let items = value.try_iter().map_err(|_| Self::wrong(name, expected, &value))?;
+        let ids = items.map(|item| Self::as_int(name, expected, &item?));
+        ids.collect::<PyResult<_>>().map(Some)
+    }
+
+    fn stop(&self) -> PyResult<Vec<String>> {
+        let Some(value) = self.get("stop")? else { return Ok(Vec::new()) };
+        if let Ok(text) = value.cast::<PyString>() {
+            return Ok(vec![text.to_string()]);
+        }
+        value.extract().map_err(|_| Self::wrong("stop", "a string or a list of strings", &value))
+    }
+
+    fn logit_bias(&self) -> PyResult<Vec<(i64, f64)>> {
+        let Some(value) = self.get("logit_bias")? else { return Ok(Vec::new()) };
+        let wrong = || Self::wrong("logit_bias", "a dict of token id to number", &value);
+        let entries = value.cast::<PyDict>().map_err(|_| wrong())?;
+        let entry = |(id, bias): (Bound<'py, PyAny>, Bound<'py, PyAny>)| {
+            let id = if is_bool(&id) { None } else { id.extract().ok() };
+            let bias = if is_bool(&bias) { None } else { bias.extract().ok() };
+            id.zip(bias).ok_or_else(wrong)
+        };
+        entries.iter().map(entry).collect()
+    }
+
+    fn output_kind(&self) -> PyResult<OutputKind> {
+        let Some(value) = self.get("output_kind")? else { return Ok(OutputKind::default()) };
+        match value.extract::<i64>() {
+            Ok(0) => Ok(OutputKind::Cumulative),
+            Ok(1) => Ok(OutputKind::Delta),
+            Ok(2) => Ok(OutputKind::FinalOnly),
+            _ => Err(Self::wrong("output_kind", "a RequestOutputKind", &value)),
+        }
+    }
+
+    fn early_stopping(&self) -> PyResult<EarlyStopping> {
+        let Some(value) = self.get("early_stopping")? else { return Ok(EarlyStopping::default()) };
+        match (value.extract::<bool>(), value.extract::<String>().as_deref()) {
+            (Ok(true), _) => Ok(EarlyStopping::Always),
+            (Ok(false), _) => Ok(EarlyStopping::Heuristic),
+            (_, Ok("never")) => Ok(EarlyStopping::Never),
+            _ => Err(Self::wrong("early_stopping", "True, False or \"never\"", &value)),
+        }
+    }
+}
+
+/// Read the fields of a request's parameters; their ranges are not checked here.
+pub(super) fn extract(params: &Bound<'_, PyAny>) -> PyResult<SamplingParams> {
+    let fields = Fields(params);
+    let default = SamplingParams::default();
+    Ok(SamplingParams {
+        n: fields.int("n")?.unwrap_or(default.n),
+        best_of: fields.int("best_of")?,
+        presence_penalty: fields.float("presence_penalty")?.unwrap_or(default.presence_penalty),
+        frequency_penalty: fields.float("frequency_penalty")?.unwrap_or(default.frequency_penalty),
+        repetition_penalty: fields.float("repetition_penalty")?.unwrap_or(default.repetition_penalty),
+        temperature: fields.float("temperature")?.unwrap_or(default.temperature),
+        top_p: fields.float("top_p")?.unwrap_or(default.top_p),
+        top_k: fields.int("top_k")?.unwrap_or(default.top_k),
+        min_p: fields.float("min_p")?.unwrap_or(default.min_p),
+        seed: fields.int("seed")?,
+        stop: fields.stop()?,
+        stop_token_ids: fields.ids("stop_token_ids")?.unwrap_or_default(),
+        include_stop_str_in_output: fields.bool("include_stop_str_in_output")?.unwrap_or_default(),
+        ignore_eos: fields.bool("ignore_eos")?.unwrap_or_default(),
+        max_tokens: fields.int("max_tokens")?,
+        min_tokens: fields.int("min_tokens")?.unwrap_or_default(),
+        logprobs: fields.int("logprobs")?,
+        prompt_logprobs: fields.int("prompt_logprobs")?,
+        detokenize: fields.bool("detokenize")?.unwrap_or(default.detokenize),
+        skip_special_tokens: fields.bool("skip_special_tokens")?.unwrap_or(default.skip_special_tokens),
+        logit_bias: fields.logit_bias()?,
+        allowed_token_ids: fields.ids("allowed_token_ids")?,
+        output_kind: fields.output_kind()?,
+        use_beam_search: fields.bool("use_beam_search")?.unwrap_or_default(),
+        length_penalty: fields.float("length_penalty")?.unwrap_or(default.length_penalty),
+        early_stopping: fields.early_stopping()?,
+    })
+}
