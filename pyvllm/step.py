@@ -66,6 +66,7 @@ SECTIONS = {
 }  # fmt: skip
 """Section name -> words in a row of it (1: a vector), in buffer order."""
 
+_SPANS = {name: len(Header) + 2 * i for i, name in enumerate(SECTIONS)}
 HEADER_LEN = len(Header) + 2 * len(SECTIONS)
 
 
@@ -112,10 +113,16 @@ class StepView:
         self.num_candidates = header[Header.NUM_CANDIDATES]
         self.max_logprobs = header[Header.MAX_LOGPROBS]
         self.flags = Flags(header[Header.FLAGS])
-        for i, (name, width) in enumerate(SECTIONS.items()):
-            offset, length = header[len(Header) + 2 * i : len(Header) + 2 * i + 2]
+        self._header = header
+        for name, width in SECTIONS.items():
+            offset, length = self.span(name)
             section = buffer[offset : offset + length]
             setattr(self, name, section if width == 1 else section.view(-1, width))
+
+    def span(self, section: str) -> tuple[int, int]:
+        """Offset and length of a section in the buffer, words."""
+        at = _SPANS[section]
+        return self._header[at], self._header[at + 1]
 
     def row_floats(self, field: RowParam) -> Tensor:
         """A float field of `row_params`: [R] float32."""

@@ -22,11 +22,7 @@ fn vocabulary() -> Vocabulary {
 
 /// [step][sequence], every sequence its own tokens.
 fn steps(num_sequences: usize, token: impl Fn(usize) -> u32) -> Vec<Vec<u32>> {
-    let step = |step| {
-        (0..num_sequences)
-            .map(|sequence| token(step + sequence * 7))
-            .collect()
-    };
+    let step = |step| (0..num_sequences).map(|sequence| token(step + sequence * 7)).collect();
     (0..NUM_STEPS).map(step).collect()
 }
 

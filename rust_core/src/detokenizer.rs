@@ -58,12 +58,7 @@ impl Vocabulary {
                 }
             }
         }
-        Self {
-            arena: arena.into(),
-            offsets: offsets.into(),
-            flags: flags.into(),
-            strip_leading_space,
-        }
+        Self { arena: arena.into(), offsets: offsets.into(), flags: flags.into(), strip_leading_space }
     }
 
     /// Number of ids.
@@ -95,11 +90,7 @@ impl Vocabulary {
 
     /// The bytes that `id` adds to a text: none if it is a special token and these are skipped.
     fn visible_bytes(&self, id: u32, skip_special_tokens: bool) -> &[u8] {
-        if skip_special_tokens && self.is_special(id) {
-            &[]
-        } else {
-            self.bytes(id)
-        }
+        if skip_special_tokens && self.is_special(id) { &[] } else { self.bytes(id) }
     }
 }
 
@@ -132,9 +123,7 @@ impl Detokenizer {
         let mut start = prompt.len();
         while start > 0 && num_bytes < 3 {
             start -= 1;
-            num_bytes += vocab
-                .visible_bytes(prompt[start], skip_special_tokens)
-                .len();
+            num_bytes += vocab.visible_bytes(prompt[start], skip_special_tokens).len();
         }
         let mut prompt_text = String::new();
         for &id in &prompt[start..] {
@@ -240,10 +229,7 @@ struct Pattern {
 
 impl Pattern {
     fn new(text: &str) -> Self {
-        let mut pattern = Self {
-            bytes: text.as_bytes().into(),
-            borders: vec![0; text.len()].into(),
-        };
+        let mut pattern = Self { bytes: text.as_bytes().into(), borders: vec![0; text.len()].into() };
         let mut matched = 0;
         for end in 1..text.len() {
             matched = pattern.advance(matched, pattern.bytes[end]);
@@ -273,9 +259,7 @@ pub struct StopStrings {
 impl StopStrings {
     /// Empty strings never match.
     pub fn new(stops: &[String]) -> Self {
-        Self {
-            patterns: stops.iter().map(|stop| Pattern::new(stop)).collect(),
-        }
+        Self { patterns: stops.iter().map(|stop| Pattern::new(stop)).collect() }
     }
 
     /// Whether there are no stop strings.
@@ -289,24 +273,11 @@ impl StopStrings {
     /// together, the one named first. Bytes before `new_from` are looked at only as the beginning of such a match.
     pub fn find(&self, text: &str, new_from: usize) -> Option<(usize, Range<usize>)> {
         let mut found: Option<(usize, Range<usize>)> = None;
-        for (index, pattern) in self
-            .patterns
-            .iter()
-            .enumerate()
-            .filter(|(_, pattern)| !pattern.bytes.is_empty())
-        {
+        for (index, pattern) in self.patterns.iter().enumerate().filter(|(_, pattern)| !pattern.bytes.is_empty()) {
             let start = (new_from + 1).saturating_sub(pattern.bytes.len());
-            let end = found
-                .as_ref()
-                .map_or(text.len(), |(_, range)| range.end - 1);
+            let end = found.as_ref().map_or(text.len(), |(_, range)| range.end - 1);
             let mut matched = 0;
-            for (offset, &byte) in text
-                .as_bytes()
-                .get(start..end)
-                .unwrap_or_default()
-                .iter()
-                .enumerate()
-            {
+            for (offset, &byte) in text.as_bytes().get(start..end).unwrap_or_default().iter().enumerate() {
                 matched = pattern.advance(matched, byte);
                 if matched == pattern.bytes.len() {
                     let end = start + offset + 1;
@@ -322,9 +293,7 @@ impl StopStrings {
     pub fn held_back(&self, text: &str) -> usize {
         let held_by = |pattern: &Pattern| {
             let start = (text.len() + 1).saturating_sub(pattern.bytes.len());
-            text.as_bytes()[start.min(text.len())..]
-                .iter()
-                .fold(0, |matched, &byte| pattern.advance(matched, byte))
+            text.as_bytes()[start.min(text.len())..].iter().fold(0, |matched, &byte| pattern.advance(matched, byte))
         };
         self.patterns.iter().map(held_by).max().unwrap_or(0)
     }

@@ -7,9 +7,7 @@ use pyvllm_core::detokenizer::{Detokenizer, Vocabulary};
 /// Ids 0..=255 are the bytes; then "hi" (256), an added token (257) and two special ones (258, 259).
 fn byte_level() -> Vocabulary {
     let named = ["hi", "<tool>", "<|im_end|>", "</s>"];
-    let tokens = (0..=255u8)
-        .map(|byte| vec![byte])
-        .chain(named.map(|token| token.as_bytes().to_vec()));
+    let tokens = (0..=255u8).map(|byte| vec![byte]).chain(named.map(|token| token.as_bytes().to_vec()));
     Vocabulary::new(tokens, &[258, 259], &[], false)
 }
 
@@ -19,12 +17,8 @@ const IM_END: u32 = 258;
 
 /// Ids 0..=255 are byte tokens; then pieces, `▁` already a space, and the special tokens `<s>`, `</s>`.
 fn byte_fallback() -> Vocabulary {
-    let pieces = [
-        " ", " leading", " x", " Hello", " world", "é", "<s>", "</s>", "",
-    ];
-    let tokens = (0..=255u8)
-        .map(|byte| vec![byte])
-        .chain(pieces.map(|piece| piece.as_bytes().to_vec()));
+    let pieces = [" ", " leading", " x", " Hello", " world", "é", "<s>", "</s>", ""];
+    let tokens = (0..=255u8).map(|byte| vec![byte]).chain(pieces.map(|piece| piece.as_bytes().to_vec()));
     let byte_ids: Vec<u32> = (0..256).collect();
     Vocabulary::new(tokens, &[262, 263], &byte_ids, true)
 }
@@ -70,10 +64,7 @@ fn b083_special_tokens_are_shown_only_when_asked_for() {
 #[test]
 fn b088_characters_over_several_tokens_come_whole() {
     let vocab = byte_level();
-    assert_eq!(
-        deltas(&vocab, &[], &ids("hi😀"), true),
-        ["h", "i", "", "", "", "😀", ""]
-    );
+    assert_eq!(deltas(&vocab, &[], &ids("hi😀"), true), ["h", "i", "", "", "", "😀", ""]);
     for sample in ["ďábelské", "👨‍👩‍👧", "नमस्ते"] {
         for vocab in [byte_level(), byte_fallback()] {
             let deltas = deltas(&vocab, &[], &ids(sample), true);
@@ -88,22 +79,12 @@ fn b090_prompt_that_ends_inside_a_character() {
     let before = "earlier 😀".len() - 2;
     for vocab in [byte_level(), byte_fallback()] {
         let all = ids("earlier 😀x");
-        assert_eq!(
-            deltas(&vocab, &all[..before], &all[before..], true),
-            ["", "😀", "x", ""]
-        );
+        assert_eq!(deltas(&vocab, &all[..before], &all[before..], true), ["", "😀", "x", ""]);
     }
     let prompt = &ids("earlier 😀")[..before];
     assert_eq!(text(&byte_level(), prompt, &ids("x"), true), "\u{FFFD}x");
-    assert_eq!(
-        text(&byte_fallback(), prompt, &[X], true),
-        "\u{FFFD}\u{FFFD} x"
-    );
-    assert_eq!(
-        text(&byte_level(), prompt, &[], true),
-        "\u{FFFD}",
-        "the text ends there"
-    );
+    assert_eq!(text(&byte_fallback(), prompt, &[X], true), "\u{FFFD}\u{FFFD} x");
+    assert_eq!(text(&byte_level(), prompt, &[], true), "\u{FFFD}", "the text ends there");
 }
 
 #[test]
@@ -112,40 +93,20 @@ fn b090_special_tokens_do_not_hide_the_prompts_end() {
     let all = ids("😀");
     let prompt = [&all[..2], &[IM_END; 8]].concat();
     assert_eq!(text(&vocab, &prompt, &all[2..], true), "😀");
-    assert_eq!(
-        text(&vocab, &prompt, &all[2..], false),
-        "\u{FFFD}\u{FFFD}",
-        "a shown one does"
-    );
+    assert_eq!(text(&vocab, &prompt, &all[2..], false), "\u{FFFD}\u{FFFD}", "a shown one does");
 }
 
 #[test]
 fn b092_ids_outside_the_table_have_no_text() {
     let vocab = byte_level();
     let unknown = vocab.len() as u32;
-    assert_eq!(
-        text(
-            &vocab,
-            &[],
-            &[u32::from(b'a'), unknown, u32::from(b'b'), u32::MAX],
-            true
-        ),
-        "ab"
-    );
+    assert_eq!(text(&vocab, &[], &[u32::from(b'a'), unknown, u32::from(b'b'), u32::MAX], true), "ab");
     assert_eq!(vocab.bytes(unknown), b"");
     assert!(!vocab.is_special(unknown));
     // The tokenizer does not see them, so that they end no run of bytes either.
     let smile = ids("😀");
     let vocab = byte_fallback();
-    assert_eq!(
-        text(
-            &vocab,
-            &[],
-            &[&smile[..2], &[9999], &smile[2..]].concat(),
-            true
-        ),
-        "😀"
-    );
+    assert_eq!(text(&vocab, &[], &[&smile[..2], &[9999], &smile[2..]].concat(), true), "😀");
 }
 
 #[test]
@@ -154,26 +115,10 @@ fn b093_one_leading_space_is_dropped_at_the_start_of_all_text() {
     assert_eq!(text(&vocab, &[], &[SPACE, LEADING, X], true), " leading x");
     assert_eq!(text(&vocab, &[], &[HELLO], true), "Hello");
     assert_eq!(text(&vocab, &[HELLO], &[WORLD], true), " world");
-    assert_eq!(
-        text(&vocab, &[BOS], &[HELLO], true),
-        "Hello",
-        "a skipped token is not text"
-    );
-    assert_eq!(
-        text(&vocab, &[BOS], &[HELLO], false),
-        " Hello",
-        "a shown one is"
-    );
-    assert_eq!(
-        text(&vocab, &[SPACE], &[WORLD], true),
-        " world",
-        "the prompt's own space was dropped"
-    );
-    assert_eq!(
-        text(&vocab, &[], &ids(" a"), true),
-        "a",
-        "a byte token's space too"
-    );
+    assert_eq!(text(&vocab, &[BOS], &[HELLO], true), "Hello", "a skipped token is not text");
+    assert_eq!(text(&vocab, &[BOS], &[HELLO], false), " Hello", "a shown one is");
+    assert_eq!(text(&vocab, &[SPACE], &[WORLD], true), " world", "the prompt's own space was dropped");
+    assert_eq!(text(&vocab, &[], &ids(" a"), true), "a", "a byte token's space too");
     assert_eq!(text(&vocab, &[], &[0xE2, X], true), "\u{FFFD} x");
 }
 
@@ -192,19 +137,14 @@ fn a_run_of_byte_tokens_ends_at_other_text_only() {
     let broken = "\u{FFFD}\u{FFFD} x\u{FFFD}";
     assert_eq!(text(&vocab, &[], &with(&[X]), true), broken);
     assert_eq!(text(&vocab, &[], &with(&[BOS]), true), "€");
-    assert_eq!(
-        text(&vocab, &[], &with(&[BOS]), false),
-        "\u{FFFD}\u{FFFD}<s>\u{FFFD}"
-    );
+    assert_eq!(text(&vocab, &[], &with(&[BOS]), false), "\u{FFFD}\u{FFFD}<s>\u{FFFD}");
     assert_eq!(text(&vocab, &[], &with(&[264]), true), "€");
 }
 
 /// Byte fallback, decoded as a whole: runs of byte tokens apart from all other text.
 fn decode_runs(vocab: &Vocabulary, ids: &[u32], skip_special: bool) -> String {
-    let tokens = ids
-        .iter()
-        .filter(|&&id| !(skip_special && vocab.is_special(id)))
-        .filter(|&&id| !vocab.bytes(id).is_empty());
+    let tokens =
+        ids.iter().filter(|&&id| !(skip_special && vocab.is_special(id))).filter(|&&id| !vocab.bytes(id).is_empty());
     let mut runs: Vec<(bool, Vec<u8>)> = Vec::new();
     for &id in tokens {
         let is_byte = id < 256;
@@ -218,9 +158,7 @@ fn decode_runs(vocab: &Vocabulary, ids: &[u32], skip_special: bool) -> String {
         text.push_str(chunk.valid());
         text.extend(chunk.invalid().iter().map(|_| char::REPLACEMENT_CHARACTER));
     }
-    text.strip_prefix(' ')
-        .map(ToString::to_string)
-        .unwrap_or(text)
+    text.strip_prefix(' ').map(ToString::to_string).unwrap_or(text)
 }
 
 /// Bytes that often are, nearly are, or begin characters of all lengths.
@@ -229,10 +167,8 @@ fn bytes() -> impl Strategy<Value = Vec<u8>> {
         any::<u8>().prop_map(|byte| vec![byte]),
         any::<char>().prop_map(|c| c.to_string().into_bytes()),
         any::<char>().prop_map(|c| c.to_string().into_bytes()[..1].to_vec()),
-        prop::sample::select(vec![
-            0xED, 0xA0, 0x80, 0xE0, 0x9F, 0xF4, 0x90, 0xF0, 0x8F, 0xC1
-        ])
-        .prop_map(|byte| vec![byte]),
+        prop::sample::select(vec![0xED, 0xA0, 0x80, 0xE0, 0x9F, 0xF4, 0x90, 0xF0, 0x8F, 0xC1])
+            .prop_map(|byte| vec![byte]),
         Just(b" ".to_vec()),
     ];
     vec(piece, 0..12).prop_map(|pieces| pieces.concat())
@@ -242,9 +178,7 @@ fn cut(bytes: &[u8], cuts: &[usize]) -> Vec<Vec<u8>> {
     let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut % (bytes.len() + 1)).collect();
     cuts.extend([0, bytes.len()]);
     cuts.sort_unstable();
-    cuts.windows(2)
-        .map(|pair| bytes[pair[0]..pair[1]].to_vec())
-        .collect()
+    cuts.windows(2).map(|pair| bytes[pair[0]..pair[1]].to_vec()).collect()
 }
 
 proptest! {

@@ -30,15 +30,9 @@ fn b077_no_part_of_a_stop_string_is_streamed() {
     let letters: Vec<String> = ('A'..='M').map(String::from).collect();
     let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
     let (sent, stop) = stream(&letters, &["DEFGHIJ"], false);
-    assert_eq!(
-        sent,
-        ["A", "B", "C", "", "", "", "", "", "", ""].map(String::from)
-    );
+    assert_eq!(sent, ["A", "B", "C", "", "", "", "", "", "", ""].map(String::from));
     assert_eq!(stop, Some(0));
-    assert_eq!(
-        stream(&letters, &["DEFGHIJ"], true).0.concat(),
-        "ABCDEFGHIJ"
-    );
+    assert_eq!(stream(&letters, &["DEFGHIJ"], true).0.concat(), "ABCDEFGHIJ");
     assert_eq!(stream(&["ABCDEFGHIJKLM"], &["DEFGHIJ"], false).0, ["ABC"]);
 }
 
@@ -52,22 +46,13 @@ fn b079_what_was_withheld_is_sent_at_the_end() {
 
 #[test]
 fn stop_strings_that_end_together_or_overlap() {
-    let stops = |stops: &[&str]| {
-        StopStrings::new(&stops.iter().map(ToString::to_string).collect::<Vec<_>>())
-    };
+    let stops = |stops: &[&str]| StopStrings::new(&stops.iter().map(ToString::to_string).collect::<Vec<_>>());
     assert_eq!(stops(&["b", "ab"]).find("xab", 0), Some((0, 2..3)));
     assert_eq!(stops(&["ab", "b"]).find("xab", 0), Some((0, 1..3)));
     assert_eq!(stops(&["abcdX", "bcd"]).find("abcdX", 0), Some((1, 1..4)));
-    assert_eq!(
-        stops(&["aab"]).find("aaab", 3),
-        Some((0, 1..4)),
-        "begins before the new part"
-    );
+    assert_eq!(stops(&["aab"]).find("aaab", 3), Some((0, 1..4)), "begins before the new part");
     assert_eq!(stops(&["ab"]).find("abxx", 2), None, "ends before it");
-    assert_eq!(
-        stops(&["\u{20AC}"]).find("\u{20AC}\u{20AC}", 3),
-        Some((0, 3..6))
-    );
+    assert_eq!(stops(&["\u{20AC}"]).find("\u{20AC}\u{20AC}", 3), Some((0, 3..6)));
     assert_eq!(stops(&["", "b"]).find("ab", 0), Some((1, 1..2)));
     assert_eq!(stops(&[""]).held_back("ab"), 0);
     assert!(stops(&[]).is_empty() && stops(&[]).find("ab", 0).is_none());

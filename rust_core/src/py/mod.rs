@@ -113,10 +113,13 @@ impl StepPlan {
 struct Scheduler(scheduler::Scheduler);
 
 /// Prompt ids from a numpy int32 array or from any sequence of integers.
-fn prompt_ids(prompt: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+fn prompt_ids(prompt: &Bound<'_, PyAny>, vocab_size: usize) -> PyResult<Vec<u32>> {
     let py = prompt.py();
     let outside = |i: usize, id: &dyn std::fmt::Display| {
-        let message = format!("prompt_token_ids[{i}] must be a token id of the model, got {id}");
+        let message = format!(
+            "prompt_token_ids[{i}] must be from 0 to {} (the model's vocabulary), got {id}",
+            vocab_size.saturating_sub(1)
+        );
         parameter_error(py, "prompt_token_ids", message, prompt.clone().unbind())
     };
     if let Ok(array) = prompt.extract::<PyReadonlyArray1<'_, i32>>() {
@@ -212,7 +215,7 @@ impl Scheduler {
         cache_salt: Option<String>,
         adapter_id: u64,
     ) -> PyResult<()> {
-        let ids = prompt_ids(prompt_token_ids)?;
+        let ids = prompt_ids(prompt_token_ids, self.0.config.vocab_size)?;
         let fields = params::extract(params)?;
         let options = RequestOptions { prompt, priority, cache_salt, adapter_id };
         self.0.add_request(request_id, ids, fields, options).map_err(|error| to_py(py, error, Some(params)))

@@ -1,0 +1,167 @@
+"""`Engine`: the loop. Schedule a step, launch it, commit the one before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyvllm import _core
+from pyvllm.inputs import ParsedPrompt
+from pyvllm.logging import StatsLog
+from pyvllm.sampling_params import SamplingParams, parameter_error
+
+if TYPE_CHECKING:
+    from pyvllm.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Launched(Protocol):
+    """A step that runs, or has run."""
+
+    @property
+    def step(self) -> int:
+        """Its number, as in the plan."""
+
+    def wait(
+        self,
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None]:
+        """What it sampled, once it has run: the arguments of `Scheduler.commit` after the step's number."""
+
+
+class StepRunner(Protocol):
+    """Executes plans in the order they come."""
+
+    def launch(self, buffer: NDArray[np.int32]) -> Launched:
+        """Start a step; does not wait for it where device and host run side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What users of an engine may ask about it."""
+
+    model: str
+    """The name or path it was made from."""
+    max_model_len: int
+    """Most tokens of prompt and output of a request."""
+    vocab_size: int
+    """Ids from 0 to below it are valid."""
+    chat_template: str | None
+    """Chat template in place of the model's own."""
+    default_sampling_params: SamplingParams
+    """What a request has that says nothing."""
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time. One thread may step while others add and abort."""
+
+    def __init__(
+        self,
+        *,
+        info: EngineInfo,
+        runner: StepRunner,
+        new_scheduler: Callable[[], _core.Scheduler],
+        tokenizer: Tokenizer | None,
+        run_ahead: bool,
+        stats_log: StatsLog | None = None,
+    ) -> None:
+        """`new_scheduler` is called now and after each failure. `run_ahead`: launch a step before the one before it is
+        committed, so that host and device overlap.
+        """
+        self.info = info
+        self.tokenizer = tokenizer
+        self._runner = runner
+        self._new_scheduler = new_scheduler
+        self._scheduler = new_scheduler()
+        self._run_ahead = run_ahead
+        self._pending: Launched | None = None
+        self._stats_log = stats_log
+
+    def encode(self, prompts: Sequence[ParsedPrompt]) -> list[list[int]]:
+        """Token ids of prompts. Raises `ParameterError` for text if there is no tokenizer."""
+        texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
+        if texts and self.tokenizer is None:
+            raise parameter_error("prompt", "token ids, since the engine runs without a tokenizer", texts[0])
+        encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else ())
+        return [next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. `token_ids`: what `encode` made of `prompt`; none start from the tokenizer's BOS token.
+
+        Raises `ParameterError` if it can never run; nothing of it stays behind then.
+        """
+        bos = self.tokenizer.bos_token_id if self.tokenizer else None
+        if not token_ids:
+            if bos is None:
+                raise parameter_error("prompt", "at least one token (there is no BOS token to start from)", prompt.text)
+            token_ids = [bos]
+        self._scheduler.add_request(
+            request_id, token_ids, params, prompt=prompt.text, priority=priority, cache_salt=prompt.cache_salt
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request at once, wherever it is; False if there is none of this id."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[_core.Output]:
+        """Run one step and return what the step before it (without run-ahead: it itself) has to tell.
+
+        If anything raises, an interrupt included, all requests are dropped and cached prefixes forgotten, so that the
+        engine can go on with new ones, and the exception goes on.
+        """
+        try:
+            outputs = self._step()
+        except BaseException as error:
+            if isinstance(error, Exception):
+                logger.error("a step failed, all requests in the engine are dropped: %r", error)
+            self._reset()
+            raise
+        if self._stats_log is not None:
+            self._stats_log.tick(self._scheduler)
+        return outputs
+
+    def _step(self) -> list[_core.Output]:
+        plan = self._scheduler.schedule()
+        launched = self._runner.launch(plan.buffer) if plan is not None else None
+        done = launched
+        if self._run_ahead:
+            done, self._pending = self._pending, launched
+        return self._scheduler.commit(done.step, *done.wait()) if done is not None else []
+
+    def _reset(self) -> None:
+        """A step that failed half-way leaves KV memory unknown: start anew with empty queues and an empty cache."""
+        self._pending = None
+        self._scheduler = self._new_scheduler()
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._pending is not None or self._scheduler.has_unfinished()
+
+    def num_unfinished(self) -> int:
+        """Requests that were added and have neither finished nor been dropped."""
+        return self._scheduler.num_unfinished()
+
+    def stats(self) -> _core.Stats:
+        """A snapshot of queues, memory and counters (which a failed step sets back to 0)."""
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing done, while a request is alive."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check_invariants(self) -> None:
+        """Raise `RuntimeError` if memory accounting is wrong."""
+        self._scheduler.check_invariants()

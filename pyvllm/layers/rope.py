@@ -1,0 +1,133 @@
+"""Rotary position embedding.
+
+Symbols: r rotated dimensions of a head (the first ones), P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Which angles positions are turned by. Fields after `interleaved` count for some types only."""
+
+    rope_type: str = "default"
+    """One of `ROPE_TYPES`."""
+    theta: float
+    """Dimension pair i of r / 2 turns by position * theta^(-2i / r), scaled as the type says."""
+    dim: int
+    """r; even."""
+    interleaved: bool = False
+    """Pairs are (2i, 2i + 1) instead of (i, i + r / 2)."""
+    factor: float = 1.0
+    """How much longer texts get than those of training."""
+    trained_len: int = 0
+    """Positions of training: where stretching begins."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    """llama3: wavelengths above trained_len / low are stretched, those below trained_len / high are not."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """yarn: dimensions with more turns than `beta_fast` in `trained_len` are kept, those with fewer than `beta_slow`
+    stretched."""
+    truncate: bool = True
+    """yarn: round the bounds between those to whole dimensions."""
+    attention_factor: float = 1.0
+    """yarn: multiplies sine and cosine."""
+
+
+def inverse_frequencies(rope: RopeSpec, num_positions: int = 1) -> Tensor:
+    """Radians per position of each pair, for positions 0 to P: [P, r / 2] float32, or [1, r / 2] if all are alike.
+
+    Computed in float32 as transformers does, so that angles are the same even where they are large.
+    """
+    if rope.rope_type == "dynamic":
+        return _dynamic(rope, num_positions)
+    plain = _plain(torch.tensor([[rope.theta]]), rope.dim)
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(rope, plain)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, plain)
+    return plain
+
+
+def _plain(theta: Tensor, dim: int) -> Tensor:
+    inverse: Tensor = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+    return inverse
+
+
+def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:
+    """A token that makes the text longer than in training is turned for that length, all before it as in training.
+
+    This is what transformers does when it generates token by token. A token's angles then depend on its position alone:
+    neither on how a prompt is cut into steps, nor on which request computed a cached prefix.
+    """
+    length = torch.arange(1, num_positions + 1).double().clamp_min(rope.trained_len)
+    stretch = rope.factor * length / rope.trained_len - (rope.factor - 1)
+    theta = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
+    return _plain(theta.float()[:, None], rope.dim)
+
+
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
+    wavelength = 2 * math.pi / plain
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (rope.trained_len / wavelength - low) / (high - low)
+    between = (1 - smooth) * plain / rope.factor + smooth * plain
+    scaled = torch.where(wavelength < rope.trained_len / high, plain, between)
+    return torch.where(wavelength > rope.trained_len / low, plain / rope.factor, scaled)
+
+
+def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
+    def dimension(turns: float) -> float:
+        return rope.dim * math.log(rope.trained_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(rope.dim // 2).float() - low) / (high - low)).clamp_(0, 1)
+    return plain / rope.factor * (1 - kept) + plain * kept
+
+
+class Rope:
+    """Tables of the angles of every position, and the rotation."""
+
+    def __init__(self, rope: RopeSpec, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dim = rope.dim
+        self._interleaved = rope.interleaved
+        angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, num_positions)
+        self._cos = _per_dimension(angles.cos() * rope.attention_factor, rope).to(device=device, dtype=dtype)
+        sin = angles.sin() * rope.attention_factor
+        self._sin = _per_dimension(sin, rope, first_sign=-1).to(device=device, dtype=dtype)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of `positions` [T]: [T, 1, r] each."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def rotate_(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> None:
+        """Turn the heads `x` [T, heads, D] in place by what `at` gave for their positions."""
+        cos, sin = cos_sin
+        rotated = x if x.shape[-1] == self._dim else x[..., : self._dim]
+        if self._interleaved:
+            partner = rotated.view(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            partner = torch.roll(rotated, self._dim // 2, -1)
+        rotated.mul_(cos).addcmul_(partner, sin)
+
+
+def _per_dimension(values: Tensor, rope: RopeSpec, first_sign: int = 1) -> Tensor:
+    """Values of pairs [P, r / 2] -> of dimensions [P, 1, r]; `first_sign` is that of the first one of each pair."""
+    pair = torch.stack([first_sign * values, values], -1 if rope.interleaved else -2)
+    return pair.flatten(-2)[:, None]

@@ -1,0 +1,210 @@
+"""From `EngineArgs` to an engine: find the model, load it, measure out its memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pyvllm import _core
+from pyvllm.chat import choose_template
+from pyvllm.checkpoint import has_weights, open_safetensors, open_torch
+from pyvllm.config import EngineArgs, StepLimits, env, limit_to_pool, resolve_max_model_len, resolve_step_limits
+from pyvllm.engine import Engine, EngineInfo
+from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
+from pyvllm.hub import ModelFiles, resolve_model
+from pyvllm.kernels import select
+from pyvllm.kv_cache import KVCache, block_bytes
+from pyvllm.logging import StatsLog
+from pyvllm.memory import PoolSizes, available_memory_bytes, cpu_pool_sizes
+from pyvllm.models import Decoder, ModelSpec, build_spec
+from pyvllm.runner import Runner
+from pyvllm.tokenizer import Tokenizer, load_tokenizer
+from pyvllm.weights import load_weights
+
+logger = logging.getLogger("pyvllm")
+
+_DTYPES: Final = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def build_engine(args: EngineArgs) -> Engine:
+    """Load the model and make an engine of it.
+
+    Raises FileNotFoundError saying what was tried for what is not there, and ValueError naming what is damaged, not
+    supported, or does not fit the model or the memory.
+    """
+    files = resolve_model(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        hf_token=args.hf_token,
+        load_format=args.load_format,
+    )
+    config = files.config | (args.hf_overrides or {})
+    spec = build_spec(config)
+    tokenizer = _load_tokenizer(args, files)
+    generation_config = read_generation_config(args, files.generation_config)
+    defaults = default_sampling_params(args, generation_config)
+    device, dtype = torch.device("cpu"), resolve_dtype(args, config, files)
+    pool_sizes, limits = _resolve_sizes(args, spec, dtype)
+    eos = eos_token_ids(tokenizer.eos_token_id if tokenizer else None, config, generation_config)
+    runner = _load_runner(args, files, spec, pool_sizes, limits, dtype, device)
+    info = EngineInfo(
+        model=args.model,
+        max_model_len=limits.max_model_len,
+        vocab_size=spec.vocab_size,
+        chat_template=args.chat_template,
+        default_sampling_params=defaults,
+    )
+    return Engine(
+        info=info,
+        runner=runner,
+        new_scheduler=_scheduler_maker(args, spec, pool_sizes, limits, eos, tokenizer),
+        tokenizer=tokenizer,
+        run_ahead=device.type != "cpu" if args.async_scheduling is None else args.async_scheduling,
+        stats_log=None if args.disable_log_stats else StatsLog(_log_interval_s()),
+    )
+
+
+def _load_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    path = files.path
+    if args.tokenizer is not None:
+        path = Path(args.tokenizer).expanduser()
+        if not path.exists():
+            path = resolve_model(
+                args.tokenizer,
+                revision=args.tokenizer_revision,
+                download_dir=args.download_dir,
+                hf_token=args.hf_token,
+                load_format="dummy",
+            ).path
+    tokenizer = load_tokenizer(path)
+    if args.chat_template is not None:
+        choose_template(tokenizer.chat_templates, args.chat_template)  # A wrong path is found now.
+    return tokenizer
+
+
+def resolve_dtype(args: EngineArgs, config: Mapping[str, Any], files: ModelFiles) -> torch.dtype:
+    """See the docstring of `EngineArgs.dtype`. Raises ValueError naming a dtype in the config that is not supported."""
+    if args.dtype != "auto":
+        return _DTYPES[args.dtype]
+    named = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(args, files)
+    name = str(named).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"config field dtype is {named!r}, supported: {', '.join(_DTYPES)}; set dtype")
+    if _DTYPES[name] is torch.float16:
+        logger.info("running in bfloat16: float16, in which the model is stored, is slow on a CPU (dtype sets it)")
+        return torch.bfloat16
+    return _DTYPES[name]
+
+
+def _stored_dtype(args: EngineArgs, files: ModelFiles) -> str:
+    """Type of the first weight; bfloat16 for quantised weights and if there are none to read."""
+    if files.kind == "gguf" or args.load_format == "dummy":
+        return "bfloat16"
+    tensors = (open_safetensors if has_weights(files.path, ".safetensors") else open_torch)(files.path)
+    return next((tensor.dtype for tensor in tensors.values() if tensor.dtype in _DTYPES), "bfloat16")
+
+
+def _resolve_sizes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> tuple[PoolSizes, StepLimits]:
+    max_model_len = resolve_max_model_len(args, spec.max_position_embeddings)
+    pool_sizes = cpu_pool_sizes(
+        args,
+        block_bytes=block_bytes(spec, block_size=args.block_size, dtype=dtype),
+        max_model_len=max_model_len,
+        available_bytes=available_memory_bytes(),
+    )
+    return pool_sizes, resolve_step_limits(args, limit_to_pool(args, max_model_len, pool_sizes.num_gpu_blocks))
+
+
+def _load_runner(
+    args: EngineArgs,
+    files: ModelFiles,
+    spec: ModelSpec,
+    pool_sizes: PoolSizes,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Runner:
+    decoder = Decoder(spec, max_model_len=limits.max_model_len, dtype=dtype, device=device)
+    load_weights(spec, decoder.slots(), files, load_format=args.load_format)
+    kv_cache = KVCache(
+        spec,
+        num_blocks=pool_sizes.num_gpu_blocks,
+        num_host_blocks=pool_sizes.num_cpu_blocks,
+        block_size=args.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    kernels = select(device, dtype)
+    logger.info(
+        "%s: %s in %s on %s (%s kernels), up to %d tokens a request, KV pool of %d tokens",
+        args.model,
+        spec.architecture,
+        str(dtype).removeprefix("torch."),
+        device,
+        kernels.name,
+        limits.max_model_len,
+        pool_sizes.num_gpu_blocks * args.block_size,
+    )
+    return Runner(decoder, kv_cache, kernels)
+
+
+def _scheduler_maker(
+    args: EngineArgs,
+    spec: ModelSpec,
+    pool_sizes: PoolSizes,
+    limits: StepLimits,
+    eos: list[int],
+    tokenizer: Tokenizer | None,
+) -> Callable[[], _core.Scheduler]:
+    """What makes a scheduler without requests, each time it is called."""
+    vocabulary = None
+    if tokenizer is not None:
+        table = tokenizer.vocabulary
+        vocabulary = _core.Vocabulary(
+            table.token_bytes,
+            special_token_ids=table.special_token_ids,
+            byte_token_ids=table.byte_token_ids,
+            strip_leading_space=table.strip_leading_space,
+        )
+    return functools.partial(
+        _core.Scheduler,
+        num_gpu_blocks=pool_sizes.num_gpu_blocks,
+        num_cpu_blocks=pool_sizes.num_cpu_blocks,
+        block_size=args.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        vocab_size=spec.vocab_size,
+        # A tokenizer may know ids that the model has no row for.
+        eos_token_ids=[token_id for token_id in eos if token_id < spec.vocab_size],
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        preemption_mode=args.preemption_mode,
+        max_logprobs=args.max_logprobs,
+        vocabulary=vocabulary,
+        seed=secrets.randbits(63) if args.seed is None else args.seed,
+    )
+
+
+def _log_interval_s() -> float:
+    value = env("LOG_STATS_INTERVAL") or "10"
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"PYVLLM_LOG_STATS_INTERVAL must be a number of seconds, got {value!r}") from None

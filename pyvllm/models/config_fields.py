@@ -1,0 +1,102 @@
+"""Reading the fields of a `config.json`, naming what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyvllm.layers.rope import ROPE_TYPES, RopeSpec
+
+_MISSING = object()
+
+
+def integer(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> int:
+    """A field that is a whole number of at least 1; `default` if it is absent or null."""
+    value = _get(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config field {name} is {value!r}, must be a whole number >= 1")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> float:
+    """A field that is a finite number above 0; `default` if it is absent or null."""
+    value = _get(config, name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config field {name} is {value!r}, must be a finite number > 0")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; `default` if it is absent or null."""
+    value = _get(config, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"config field {name} is {value!r}, must be true or false")
+    return value
+
+
+def choice(config: Mapping[str, Any], name: str, allowed: Collection[str], default: Any = _MISSING) -> str:
+    """A field that is one of a few words; `default` if it is absent or null."""
+    value = _get(config, name, default)
+    if value not in allowed:
+        raise ValueError(f"config field {name} is {value!r}, supported: {', '.join(allowed)}")
+    return str(value)
+
+
+def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if value is _MISSING:
+        raise ValueError(f"config field {name} is missing")
+    return value
+
+
+def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeSpec:
+    """Rotary positions in the old spelling (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    fields = config.get(name) or {}
+    if not isinstance(fields, Mapping) or any(isinstance(value, Mapping) for value in fields.values()):
+        raise ValueError(f"config field {name} is {fields!r}, must be one set of rope parameters")
+    outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    fields = outer | {key: value for key, value in fields.items() if value is not None}
+    if "rope_type" not in fields and "type" in fields:
+        fields["rope_type"] = fields["type"]
+    rope_type = choice(fields, "rope_type", ROPE_TYPES, "default")
+    dim = int(head_dim * number(fields, "partial_rotary_factor", 1.0))
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ValueError(f"config fields head_dim and partial_rotary_factor rotate {dim} of {head_dim} dimensions")
+    trained_len = max_position_embeddings
+    if rope_type in ("llama3", "yarn"):
+        stored = config.get("original_max_position_embeddings")
+        trained_len = stored or integer(fields, "original_max_position_embeddings", max_position_embeddings)
+    spec = RopeSpec(rope_type=rope_type, theta=number(fields, "rope_theta", 10000.0), dim=dim, trained_len=trained_len)
+    if rope_type == "default":
+        return spec
+    if rope_type == "yarn":
+        return _yarn(spec, fields, default_factor=max_position_embeddings / trained_len)
+    spec = replace(spec, factor=number(fields, "factor"))
+    if rope_type == "llama3":
+        low, high = number(fields, "low_freq_factor"), number(fields, "high_freq_factor")
+        spec = replace(spec, low_freq_factor=low, high_freq_factor=high)
+    return spec
+
+
+def _yarn(spec: RopeSpec, fields: Mapping[str, Any], *, default_factor: float) -> RopeSpec:
+    factor = number(fields, "factor", default_factor)
+
+    def growth(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = growth(1.0)
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        attention_factor = growth(number(fields, "mscale")) / growth(number(fields, "mscale_all_dim"))
+    return replace(
+        spec,
+        factor=factor,
+        beta_fast=number(fields, "beta_fast", 32.0),
+        beta_slow=number(fields, "beta_slow", 1.0),
+        truncate=flag(fields, "truncate", True),
+        attention_factor=number(fields, "attention_factor", attention_factor),
+    )

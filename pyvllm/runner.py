@@ -1,0 +1,145 @@
+"""`Runner`: executes plans. It keeps weights, KV memory and the tokens of the last step, and knows no request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pyvllm import _core
+from pyvllm.kernels import AnyKernels
+from pyvllm.kv_cache import KVCache
+from pyvllm.models import Decoder
+from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
+from pyvllm.step import HEADER_LEN, StepView
+
+# Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
+_PROMPT_ROWS = 64
+
+StepResult: TypeAlias = tuple[
+    NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None
+]
+"""Sampled tokens [R, k], their log-probabilities [R, k], tables of the sampled tokens [R] and of prompt tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A step on its way."""
+
+    step: int
+    """Its number, as in the plan."""
+    token_ids: Tensor
+    """[R, k] int32; this and what follows on the host, once the step has run."""
+    logprobs: Tensor
+    """[R, k] float32."""
+    table: LogprobRows | None
+    """Of the sampled tokens, if a row wants log-probabilities."""
+    prompt: LogprobRows | None
+    """Of the prompt tokens that the step asks for."""
+    finished: torch.Event | None
+    """None: the step has run."""
+
+    def wait(self) -> StepResult:
+        """What the step sampled, once it has run: the arguments of `Scheduler.commit` after the step's number."""
+        if self.finished is not None:
+            self.finished.synchronize()
+        return self.token_ids.numpy(), self.logprobs.numpy(), _table(self.table), _table(self.prompt)
+
+
+class Runner:
+    """Runs the steps of one model on one device, in the order they come.
+
+    Symbols: T tokens of a step, R rows of logits, k candidates a row.
+    """
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, kernels: AnyKernels) -> None:
+        """`decoder`: with its weights loaded; they are packed for the kernels here."""
+        decoder.pack(kernels)
+        self._decoder = decoder
+        self._kv_cache = kv_cache
+        self._kernels = kernels
+        self._device = kv_cache.pool.device
+        self._previous = torch.zeros(1, dtype=torch.int32, device=self._device)
+        """[rows of the step before] int32: what negative ids stand for."""
+
+    @torch.inference_mode()
+    def launch(self, buffer: NDArray[np.int32]) -> Launched:
+        """Start the step that a plan's buffer describes. The buffer must not change before the step has run."""
+        words = torch.from_numpy(buffer)
+        if self._device.type != "cpu":
+            words = words.pin_memory().to(self._device, non_blocking=True)
+        step = StepView(words, buffer[:HEADER_LEN].tolist())
+        self._kv_cache.apply(step, self._kernels)
+        hidden, sampled, prompt = None, None, None
+        if step.num_tokens:
+            token_ids = self._token_ids(step)
+            hidden = self._decoder.forward(token_ids, step, self._kv_cache.layers, self._kernels)
+        if hidden is not None and step.num_rows:
+            logits = self._decoder.logits(hidden.index_select(0, step.row_token))
+            sampled = sample(logits, step, self._previous, vocab_size=self._decoder.spec.vocab_size)
+            self._previous = sampled.token_ids[:, 0].contiguous()
+        if hidden is not None and len(step.prompt_rows):
+            prompt = self._prompt_logprobs(hidden, step, buffer)
+        return self._launched(step, sampled, prompt)
+
+    def _token_ids(self, step: StepView) -> Tensor:
+        """[T], with what the step before sampled in place of negative ids."""
+        rows = step.token_ids.bitwise_not().clamp_min_(0)  # ~id is -1 - id
+        return torch.where(step.token_ids < 0, self._previous.index_select(0, rows), step.token_ids)
+
+    def _prompt_logprobs(self, hidden: Tensor, step: StepView, buffer: NDArray[np.int32]) -> LogprobRows:
+        """Of the prompt tokens that the step asks for, in order."""
+        offset, length = step.span("prompt_rows")
+        max_top = int(buffer[offset : offset + length].reshape(-1, 3)[:, 2].max())
+        chunks = []
+        for rows in torch.split(step.prompt_rows, _PROMPT_ROWS):
+            tokens, targets, _ = rows.unbind(1)
+            logits = self._decoder.logits(hidden.index_select(0, tokens))
+            chunks.append(prompt_logprobs(logits, targets, max_top, vocab_size=self._decoder.spec.vocab_size))
+        return LogprobRows(
+            token_ids=torch.cat([chunk.token_ids for chunk in chunks]),
+            logprobs=torch.cat([chunk.logprobs for chunk in chunks]),
+            ranks=torch.cat([chunk.ranks for chunk in chunks]),
+        )
+
+    def _launched(self, step: StepView, sampled: Sampled | None, prompt: LogprobRows | None) -> Launched:
+        """Start copying the results to the host."""
+        if sampled is None:
+            nothing = torch.empty(0, step.num_candidates)
+            sampled = Sampled(token_ids=nothing.int(), logprobs=nothing, table=None)
+        launched = Launched(
+            step=step.step,
+            token_ids=_to_host(sampled.token_ids[: step.num_rows]),
+            logprobs=_to_host(sampled.logprobs[: step.num_rows]),
+            table=sampled.table and _rows_to_host(sampled.table, step.num_rows),
+            prompt=prompt and _rows_to_host(prompt, len(prompt.ranks)),
+            finished=None if self._device.type == "cpu" else torch.Event(self._device),
+        )
+        if launched.finished is not None:
+            launched.finished.record()
+        return launched
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, once the device has got there."""
+    if tensor.is_cpu:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _rows_to_host(rows: LogprobRows, count: int) -> LogprobRows:
+    return LogprobRows(
+        token_ids=_to_host(rows.token_ids[:count]),
+        logprobs=_to_host(rows.logprobs[:count]),
+        ranks=_to_host(rows.ranks[:count]),
+    )
+
+
+def _table(rows: LogprobRows | None) -> _core.LogprobTable | None:
+    if rows is None:
+        return None
+    return _core.LogprobTable(rows.token_ids.numpy(), rows.logprobs.numpy(), rows.ranks.numpy())

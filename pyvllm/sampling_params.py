@@ -1,0 +1,218 @@
+"""What a request asks of the sampler, and when it stops."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal, Self
+
+from pyvllm import _core
+from pyvllm._core import ParameterError
+
+__all__ = ["BeamSearchParams", "ParameterError", "RequestOutputKind", "SamplingParams"]
+
+
+def parameter_error(parameter: str, expected: str, value: object) -> ParameterError:
+    """The error for a field that is not what it must be, worded as the core words them."""
+    error = ParameterError(f"{parameter} must be {expected}, got {value!r}")
+    error.parameter, error.value = parameter, value
+    return error
+
+
+class RequestOutputKind(IntEnum):
+    """What a request's outputs hold, and when they come."""
+
+    CUMULATIVE = 0
+    """Everything so far, after each step."""
+    DELTA = 1
+    """What is new, after each step."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, with vLLM's names and meaning.
+
+    Checked on construction and again when a request is added. Raises `ParameterError` (a `ValueError` with
+    `.parameter` and `.value`) that names the field, its value and the allowed range.
+    """
+
+    n: int = 1
+    """Sequences to return, 1 to 16384. The prompt is computed once for all of them."""
+
+    best_of: int | None = None
+    """Sequences to run, at least `n`; the `n` of highest cumulative log-probability are returned. None: `n`. With
+    `use_beam_search` it is the beam width."""
+
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token already generated; -2 to 2."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated; -2 to 2."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output; above 0, 1 is off."""
+
+    temperature: float = 1.0
+    """Divides the logits, at least 0. Below 1e-5 sampling is greedy and `top_p`, `top_k`, `min_p` have no effect."""
+
+    top_p: float = 1.0
+    """Keep the fewest most probable tokens whose probabilities reach this sum; 0 to 1, 0 keeps only the best."""
+
+    top_k: int = 0
+    """Keep this many most probable tokens (and those tied with the last); 0 or -1 is off."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this probable relative to the most probable one; 0 to 1."""
+
+    seed: int | None = None
+    """Makes draws repeatable in any batch; sequence i of `n` uses seed + i. None or -1: no seed."""
+
+    stop: str | list[str] | None = None
+    """Strings that end the text, also across tokens; the text is cut before the first match."""
+
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a sequence."""
+
+    include_stop_str_in_output: bool = False
+    """Leave the stop string, or the text of the stop token, at the end of the text."""
+
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+
+    max_tokens: int | None = 16
+    """Most tokens to generate for a sequence, at least 1. None: up to the model's length."""
+
+    min_tokens: int = 0
+    """Tokens to generate before end of sequence, stop tokens or stop strings count."""
+
+    logprobs: int | None = None
+    """Most probable tokens whose log-probabilities come with each generated token, whose own is always there. 0: only
+    its own; -1: the whole vocabulary; None: none. Taken from the raw logits."""
+
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
+
+    detokenize: bool = True
+    """Make text. Without it outputs have only token ids."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    spaces_between_special_tokens: bool = True
+    """Kept for programs written for vLLM: text is joined as `tokenizer.json` says, which has no such spaces."""
+
+    logit_bias: dict[int, float] | None = None
+    """Token id -> number from -100 to 100 added to its logit."""
+
+    allowed_token_ids: list[int] | None = None
+    """The only ids that may be generated. None: all."""
+
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What outputs hold, for `LLM.stream` and `LLMEngine`; `LLM.generate` returns only the end."""
+
+    use_beam_search: bool = False
+    """Beam search of width `best_of`; needs temperature 0."""
+
+    length_penalty: float = 1.0
+    """A beam's score is its cumulative log-probability divided by its length to this power."""
+
+    early_stopping: bool | Literal["never"] = False
+    """When a beam search ends. True: as soon as there are `best_of` finished beams; False: when a better one is
+    unlikely; "never": when no better one is possible."""
+
+    def __post_init__(self) -> None:
+        """Bring `stop` and the lists to one shape, then validate."""
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        _core.validate_params(self)
+
+    def clone(self) -> Self:
+        """A copy that shares nothing mutable with this one."""
+        return copy.deepcopy(self)
+
+
+@dataclass(kw_only=True)
+class BeamSearchParams:
+    """What `LLM.beam_search` asks. Scores as in transformers: the length counts a final end-of-sequence token.
+
+    Raises `ParameterError` on construction, as `SamplingParams` does.
+    """
+
+    beam_width: int
+    """Beams kept after each token, at least 1."""
+
+    max_tokens: int
+    """Most tokens to generate."""
+
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+
+    temperature: float = 0.0
+    """0, the only value a beam search that does not draw can have."""
+
+    length_penalty: float = 1.0
+    """A beam's score is its cumulative log-probability divided by its length to this power."""
+
+    include_stop_str_in_output: bool = False
+    """Leave the stop string, or the text of the stop token, at the end of the text."""
+
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    allowed_token_ids: list[int] | None = None
+    """The only ids that may be generated. None: all."""
+
+    early_stopping: bool | Literal["never"] = False
+    """When the search ends, see `SamplingParams.early_stopping`."""
+
+    stop: str | list[str] | None = None
+    """Strings that end a beam."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a beam."""
+
+    num_return_sequences: int | None = None
+    """Sequences to return, best first, at most `beam_width`. None: `beam_width`."""
+
+    logprobs: int | None = None
+    """As `SamplingParams.logprobs`, for each token of the returned beams."""
+
+    def __post_init__(self) -> None:
+        """Validate what has another name, or another range, in `SamplingParams`; that checks the rest."""
+        if type(self.beam_width) is not int or self.beam_width < 1:
+            raise parameter_error("beam_width", "an integer of at least 1", self.beam_width)
+        count = self.num_return_sequences
+        if count is not None and (type(count) is not int or not 1 <= count <= self.beam_width):
+            expected = f"None or an integer from 1 to beam_width ({self.beam_width})"
+            raise parameter_error("num_return_sequences", expected, count)
+        if self.temperature != 0:
+            raise parameter_error("temperature", "0 in a beam search", self.temperature)
+        self.to_sampling_params()
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same search as the engine takes it. A width of 1 is a greedy sequence."""
+        beams = self.beam_width > 1
+        return SamplingParams(
+            n=self.num_return_sequences or self.beam_width,
+            best_of=self.beam_width,
+            use_beam_search=beams,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty if beams else 1.0,
+            early_stopping=self.early_stopping if beams else False,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            stop=copy.copy(self.stop),
+            stop_token_ids=list(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            allowed_token_ids=copy.copy(self.allowed_token_ids),
+            logprobs=self.logprobs if beams or self.logprobs is not None else 0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )

@@ -1,0 +1,225 @@
+"""Bad input is a `ValueError` (or `FileNotFoundError`) with the field, the value and what is allowed; others go on."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyvllm import LLM, ParameterError, SamplingParams
+from tests.conftest import TinyCheckpoint
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+VOCABULARY = 320
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, prompt: Any) -> list[int]:
+    return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([1, 2, VOCABULARY], rf"prompt_token_ids\[\d\] must be from 0 to {VOCABULARY - 1} .* got {VOCABULARY}"),
+    ([-1], rf"prompt_token_ids\[\d\] must be from 0 to {VOCABULARY - 1} .* got -1"),
+    ([1 << 31], rf"prompt_token_ids\[\d\] must be from 0 to {VOCABULARY - 1} .* got {1 << 31}"),
+    ([1 << 70], rf"prompt_token_ids\[\d\] must be from 0 to {VOCABULARY - 1} .* got {1 << 70}"),
+    ([1.5], r"prompt_token_ids must be a list of integers, got 1\.5"),
+    ([True], "prompt_token_ids must be a list of integers, got True"),
+    ([1, None], "prompt_token_ids must be a list of integers, got None"),
+    ({"prompt_token_ids": ["1"]}, "prompt_token_ids must be a list of integers, got '1'"),
+    ({"text": "x"}, r"prompt must be a dict of prompt, prompt_token_ids, cache_salt, got \['text'\]"),
+    ({"cache_salt": "x"}, "prompt must be a dict with prompt or prompt_token_ids, got "),
+    ({"prompt": 5}, "prompt must be a string, got 5"),
+    ({"prompt": "x", "cache_salt": 5}, "cache_salt must be a string, got 5"),
+    ([1] * 128, r"128.*127|127.*128"),
+    ([1] * 1000, "1000.*12[78]|12[78].*1000"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=range(len(BAD_PROMPTS)))
+def test_bad_prompts(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokens(llm, prompt)
+    with pytest.raises(ValueError, match=rf"prompts\[1\]: .*({message})"):
+        tokens(llm, ["the", prompt, "in"])
+    assert llm._calls is not None
+    assert not llm._calls.engine.has_unfinished()
+    assert len(tokens(llm, "the")) == 6
+
+
+def test_last_id_and_longest_prompt_are_accepted(llm: LLM) -> None:
+    assert len(tokens(llm, [VOCABULARY - 1])) == 6
+    assert len(tokens(llm, [1] * 127)) == 1
+
+
+@pytest.mark.parametrize("prompt", [5, b"x", None, object(), 1.5])
+def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="prompt"):
+        tokens(llm, prompt)
+    with pytest.raises(TypeError, match=r"prompts\[1\]: a prompt must be str, token ids or a dict"):
+        tokens(llm, ["the", prompt])
+
+
+def test_text_that_is_not_unicode(llm: LLM) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        tokens(llm, ["the", "\ud800"])
+    assert len(tokens(llm, "the")) == 6
+
+
+def test_empty_prompt_without_bos(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "m")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["bos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(str(model), **OPTIONS) as llm:
+        empty: list[Any] = ["", [], {"prompt": ""}, {"prompt_token_ids": []}]
+        for prompt in empty:
+            with pytest.raises(ParameterError, match=r"prompts\[1\]: prompt must be at least one token") as caught:
+                tokens(llm, ["the", prompt])
+            assert caught.value.parameter == "prompt"
+        assert len(tokens(llm, "the")) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"allowed_token_ids": [VOCABULARY]}, "allowed_token_ids"),
+        ({"logit_bias": {VOCABULARY: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"n": 16_000}, "n"),
+    ],
+)
+def test_parameters_that_do_not_fit_the_model(llm: LLM, fields: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(ParameterError, match=parameter) as caught:
+        llm.generate("the", SamplingParams(**fields), use_tqdm=False)
+    assert caught.value.parameter == parameter
+    assert len(tokens(llm, "the")) == 6
+
+
+def test_parameters_spoilt_after_construction(llm: LLM) -> None:
+    params = GREEDY.clone()
+    params.temperature = math.nan
+    with pytest.raises(ParameterError, match="temperature must be"):
+        llm.generate("the", params, use_tqdm=False)
+    assert len(tokens(llm, "the")) == 6
+
+
+def test_others_in_flight_are_not_disturbed(llm: LLM) -> None:
+    expected = tokens(llm, "the")
+    stream = llm.stream("the", GREEDY)
+    next(stream)
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        tokens(llm, [VOCABULARY])
+    assert list(stream)[-1].outputs[0].token_ids == expected
+
+
+def test_conversations_that_the_template_refuses(llm: LLM) -> None:
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match="roles must alternate"):
+        llm.chat(messages, chat_template=refusing, use_tqdm=False)
+    for bad in ([], [{"role": "user", "content": [{"type": "audio"}]}]):
+        with pytest.raises(ValueError, match=r"messages|content|audio"):
+            llm.chat(bad, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"add_generation_prompt|continue_final_message"):
+        llm.chat(messages, continue_final_message=True, use_tqdm=False)
+    assert len(tokens(llm, "the")) == 6
+
+
+def test_unknown_model_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("missing/model", str(tmp_path / "nowhere"), str(tmp_path / "x.gguf")):
+        with pytest.raises(FileNotFoundError, match=r"not found; tried: local path .*does not exist"):
+            LLM(name)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(("size", "content"), [(0, b""), (100, b"GGUF"), (100, b"GGUF\x03\0\0\0" + b"\xff" * 60)])
+def test_corrupt_gguf(tmp_path: Path, size: int, content: bytes) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content.ljust(size, b"\0"))
+    with pytest.raises(ValueError, match=r"bad\.gguf"):
+        LLM(str(path))
+
+
+def test_truncated_gguf(smollm2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "half.gguf"
+    with smollm2.open("rb") as whole:
+        path.write_bytes(whole.read(smollm2.stat().st_size // 2))
+    with pytest.raises(ValueError, match=r"half\.gguf.*truncated"):
+        LLM(str(path))
+
+
+def test_unknown_architecture(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*LlamaForCausalLM"):
+        LLM(str(folder), hf_overrides={"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 513}, "max_model_len must be at most 512, .* got 513"),
+        ({"num_gpu_blocks_override": 2, "max_model_len": 512}, r"max_model_len is 512 .* only 16 \(2 blocks"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 16}, "max_num_batched_tokens must be at least"),
+        ({"chat_template": "/nowhere/template.jinja"}, "template"),
+        ({"generation_config": "/nowhere"}, "generation_config"),
+        ({"override_generation_config": {"temperature": -1}}, "temperature must be"),
+    ],
+)
+def test_engine_options_that_do_not_fit_the_model(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(str(folder), **(OPTIONS | options))
+
+
+def test_ctrl_c_ends_a_long_run_at_once(folder: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pyvllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(folder)!r}, dtype='float32')\n"
+        "short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)\n"
+        "expected = llm.generate('the', short, use_tqdm=False)[0].outputs[0].token_ids\n"
+        "params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)\n"
+        "print('running', flush=True)\n"
+        "try:\n"
+        "    while True:\n"
+        "        llm.generate(['the'] * 32, params, use_tqdm=False)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "after = llm.generate('the', short, use_tqdm=False)[0].outputs[0].token_ids\n"
+        "print('same' if after == expected else 'different', flush=True)\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "running\n"
+        time.sleep(1)
+        sent = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - sent < 1.5
+        assert child.stdout.readline() == "same\n"
+        assert child.wait(30) == 0
