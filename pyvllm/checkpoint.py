@@ -53,17 +53,13 @@ def open_torch(folder: Path) -> Tensors:
     return _open_folder(folder, stem="pytorch_model", suffix=".bin", open_file=_open_torch_file)
 
 
-def open_gguf(path: Path) -> Tensors:
-    """The tensors of a GGUF file under their Hugging Face names and in Hugging Face layout.
-
-    Raises ValueError naming the file when it is damaged.
-    """
-    file = gguf.read_gguf(path)
+def open_gguf(file: gguf.GgufFile) -> Tensors:
+    """The tensors of a GGUF file under their Hugging Face names and in Hugging Face layout."""
     return {
         gguf.hf_name(name): StoredTensor(
             shape=tensor.shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            file=path,
+            file=file.path,
             read=partial(gguf.read_hf, file, name),
         )
         for name, tensor in file.tensors.items()

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from pyvllm import gguf
 from pyvllm.config import LoadFormat, env
@@ -36,15 +36,15 @@ _HUB_IGNORED: Final = ("*/*", "consolidated*")
 class ModelFiles:
     """A model that has been found, with its configuration read.
 
-    `path` is the folder, or the .gguf file (whose `config` and `generation_config` come from its metadata in Hugging
-    Face's spelling); `name` is what the user called it.
+    `path` is the folder, or the .gguf file: then `gguf_file` is what was read of it, and `config` and `generation_config`
+    come from its metadata in Hugging Face's spelling. `name` is what the user called it.
     """
 
     name: str
     path: Path
-    kind: Literal["folder", "gguf"]
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
+    gguf_file: gguf.GgufFile | None = None
 
 
 def resolve_model(
@@ -101,12 +101,12 @@ def _read_model(name: str, path: Path) -> ModelFiles:
         config = _read_json(path / "config.json")
         generation = path / "generation_config.json"
         generation_config = _read_json(generation) if generation.is_file() else None
-        return ModelFiles(name=name, path=path, kind="folder", config=config, generation_config=generation_config)
+        return ModelFiles(name=name, path=path, config=config, generation_config=generation_config)
     file = gguf.read_gguf(path)
     return ModelFiles(
         name=name,
         path=path,
-        kind="gguf",
+        gguf_file=file,
         config=gguf.hf_config(file),
         generation_config=gguf.hf_generation_config(file),
     )

@@ -91,7 +91,8 @@ def _load_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
                 hf_token=args.hf_token,
                 load_format="dummy",
             ).path
-    tokenizer = load_tokenizer(path)
+    own = files.gguf_file if path == files.path else None
+    tokenizer = load_tokenizer(path) if own is None else Tokenizer.from_gguf(own)
     if args.chat_template is not None:
         choose_template(tokenizer.chat_templates, args.chat_template)  # A wrong path is found now.
     return tokenizer
@@ -113,7 +114,7 @@ def resolve_dtype(args: EngineArgs, config: Mapping[str, Any], files: ModelFiles
 
 def _stored_dtype(args: EngineArgs, files: ModelFiles) -> str:
     """Type of the first weight; bfloat16 for quantised weights and if there are none to read."""
-    if files.kind == "gguf" or args.load_format == "dummy":
+    if files.gguf_file is not None or args.load_format == "dummy":
         return "bfloat16"
     tensors = (open_safetensors if has_weights(files.path, ".safetensors") else open_torch)(files.path)
     return next((tensor.dtype for tensor in tensors.values() if tensor.dtype in _DTYPES), "bfloat16")

@@ -67,10 +67,11 @@ def load_weights(
 
 
 def _open(source: ModelFiles, load_format: LoadFormat) -> Tensors:
-    if (source.kind == "gguf") != (load_format == "gguf") and load_format != "auto":
-        raise ValueError(f"load_format is {load_format!r}, but {source.path} is a {source.kind}")
-    if source.kind == "gguf":
-        return open_gguf(source.path)
+    if (source.gguf_file is not None) != (load_format == "gguf") and load_format != "auto":
+        kind = "folder" if source.gguf_file is None else "GGUF file"
+        raise ValueError(f"load_format is {load_format!r}, but {source.path} is a {kind}")
+    if source.gguf_file is not None:
+        return open_gguf(source.gguf_file)
     if load_format == "safetensors" or (load_format == "auto" and has_weights(source.path, ".safetensors")):
         return open_safetensors(source.path)
     if load_format == "auto" and not has_weights(source.path, ".bin"):

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pyvllm.config import LoadFormat
+from pyvllm.gguf import read_gguf
 from pyvllm.hub import ModelFiles
 from pyvllm.weights import load_weights
 
@@ -72,8 +73,10 @@ def make_state() -> dict[str, Tensor]:
 
 
 def source(path: Path) -> ModelFiles:
-    kind = "gguf" if path.suffix == ".gguf" else "folder"
-    return ModelFiles(name="tiny", path=path, kind=kind, config={"initializer_range": 0.05}, generation_config=None)  # type: ignore[arg-type]
+    file = read_gguf(path) if path.suffix == ".gguf" else None
+    return ModelFiles(
+        name="tiny", path=path, config={"initializer_range": 0.05}, generation_config=None, gguf_file=file
+    )
 
 
 def load(path: Path, *, tied: bool = False, load_format: LoadFormat = "auto") -> dict[str, Tensor]:

