@@ -173,7 +173,7 @@ class EngineArgs:
                 raise ValueError(f"{name} must be None or a dict, got {getattr(self, name)!r}")
 
     def _check_numbers(self) -> None:
-        required = {"block_size": (1, 1 << 16), "max_logprobs": (-1, None)}
+        required = {"block_size": (1, 128), "max_logprobs": (-1, None)}
         optional: dict[str, tuple[int, int | None]] = {
             "kv_cache_memory_bytes": (1, None),
             "num_gpu_blocks_override": (1, 1 << 31),

@@ -1,9 +1,8 @@
-"""Specifications, decoder and runner against transformers, on tiny random models in float32."""
+"""Specifications and decoder against transformers, on tiny random models in float32."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,134 +12,24 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pyvllm.kernels import AnyKernels, select
-from pyvllm.kv_cache import KVCache, block_bytes
+from pyvllm.kernels import select
+from pyvllm.kv_cache import KVCache
 from pyvllm.layers.norm import RMSNorm
 from pyvllm.layers.rope import Rope, RopeSpec, inverse_frequencies
-from pyvllm.models import ARCHITECTURES, Decoder, ModelSpec, build_spec
-from pyvllm.runner import Runner
+from pyvllm.models import ARCHITECTURES, Decoder, build_spec
 from tests.plans import Entry, plan_buffer, view
-
-CPU = torch.device("cpu")
-VOCAB_SIZE = 96
-SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "rope_theta": 500.0,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 300.0}
-# Name -> (model type, fields of its config beside SIZES).
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-gqa": ("llama", {}),
-    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "llama-mqa-biases": ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
-    "llama-gelu": ("llama", {"hidden_act": "gelu_new"}),
-    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0}}),
-    "llama-yarn": ("llama", {"rope_parameters": YARN}),
-    "llama-dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}},
-    ),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
-    "mistral-nemo": ("mistral", {"sliding_window": None, "head_dim": 16}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-    "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True}),
-}
-
-
-def hf_model(name: str) -> Any:
-    """A random model whose constants (norms, biases) are random too."""
-    model_type, fields = MODELS[name]
-    config = transformers.AutoConfig.for_model(model_type, **(SIZES | fields))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, mean=float(parameter_name.endswith("norm.weight")), std=0.3)
-    return model
-
-
-def config_of(model: Any) -> dict[str, Any]:
-    """What its config.json holds."""
-    return dict(model.config.to_dict()) | {"architectures": [type(model).__name__]}
-
-
-def load(spec: ModelSpec, state: Mapping[str, Tensor], *, max_model_len: int = 80) -> Decoder:
-    decoder = Decoder(spec, max_model_len=max_model_len, dtype=torch.float32, device=CPU)
-    slots = decoder.slots()
-    with torch.no_grad():
-        for name, tensor in state.items():
-            parts = spec.unpack(name, tensor)
-            assert parts is not None, name
-            for slot, part in parts:
-                slots.pop(slot).copy_(part)
-    assert not slots
-    return decoder
-
-
-class Paged:
-    """Feeds a decoder sequences, their KV strewn over a pool."""
-
-    def __init__(self, decoder: Decoder, *, block_size: int, kernels: AnyKernels | None = None) -> None:
-        self.decoder = decoder
-        self.kernels = kernels or select(CPU, torch.float32)
-        self.block_size = block_size
-        num_blocks = 400 // block_size + 8
-        self.kv = KVCache(
-            decoder.spec,
-            num_blocks=num_blocks,
-            num_host_blocks=0,
-            block_size=block_size,
-            dtype=torch.float32,
-            device=CPU,
-        )
-        self.free = torch.randperm(num_blocks).tolist()
-        self.lens: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
-
-    def entry(self, sequence: int, token_ids: Sequence[int]) -> Entry:
-        start = self.lens.get(sequence, 0)
-        self.lens[sequence] = start + len(token_ids)
-        table = self.tables.setdefault(sequence, [])
-        while len(table) * self.block_size < self.lens[sequence]:
-            table.append(self.free.pop())
-        return Entry(token_ids=token_ids, start=start, blocks=list(table))
-
-    @torch.inference_mode()
-    def step(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Query tokens by sequence -> logits [query tokens, V] by sequence."""
-        order = sorted(tokens, key=lambda sequence: len(tokens[sequence]) != 1)
-        buffer = plan_buffer([self.entry(i, tokens[i]) for i in order], block_size=self.block_size)
-        step = view(buffer)
-        hidden = self.decoder.forward(step.token_ids, step, self.kv.layers, self.kernels)
-        parts = torch.split(self.decoder.logits(hidden), [len(tokens[i]) for i in order])
-        return dict(zip(order, parts, strict=True))
-
-
-def random_ids(length: int) -> list[int]:
-    return torch.randint(0, VOCAB_SIZE, (length,)).tolist()
-
-
-def hf_logits(model: Any, token_ids: Sequence[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
+from tests.tiny_models import (
+    CPU,
+    LLAMA3,
+    MODELS,
+    Paged,
+    config_of,
+    hf_logits,
+    hf_model,
+    load,
+    plain_config,
+    random_ids,
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -296,10 +185,6 @@ def test_rms_norm_rounds_where_the_family_does(weight_in_float32: bool, dtype: t
 # --- specifications ---------------------------------------------------------------------------------------------------
 
 
-def plain_config(**fields: Any) -> dict[str, Any]:
-    return SIZES | {"architectures": ["LlamaForCausalLM"]} | fields
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -401,124 +286,3 @@ def test_checkpoint_names() -> None:
     ):
         assert slots(unknown) is None
     assert replace(spec, tied=False).unpack("lm_head.weight", tensor) == [("head", tensor)]
-
-
-# --- the runner -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def running() -> tuple[Any, Runner, Paged]:
-    model = hf_model("llama-gqa")
-    paged = Paged(load(build_spec(config_of(model)), model.state_dict()), block_size=4)
-    return model, Runner(paged.decoder, paged.kv, paged.kernels), paged
-
-
-def test_steps_run_ahead_of_their_tokens(running: tuple[Any, Runner, Paged]) -> None:
-    """Each step names the token before it by its row; nothing waits in between."""
-    model, runner, paged = running
-    texts = [random_ids(9), random_ids(14)]
-    buffers = [plan_buffer([paged.entry(i, texts[i]) for i in (0, 1)], block_size=4)]
-    order = [(0, 1), (1, 0)] * 3
-    for number in range(1, 6):
-        entries = [paged.entry(i, [-1 - order[number - 1].index(i)]) for i in order[number]]
-        buffers.append(plan_buffer(entries, block_size=4, step=number))
-    launched = [runner.launch(buffer) for buffer in buffers]
-    assert [step.step for step in launched] == list(range(6))
-    found: dict[int, list[int]] = {0: [], 1: []}
-    for number, step in enumerate(launched):
-        token_ids, logprobs, table, prompt = step.wait()
-        assert token_ids.shape == logprobs.shape == (2, 1)
-        assert table is None
-        assert prompt is None
-        for sequence, token in zip(order[number], token_ids[:, 0].tolist(), strict=True):
-            found[sequence].append(token)
-    for sequence, text in enumerate(texts):
-        output = model.generate(torch.tensor([text]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-        assert found[sequence] == output[0, len(text) :].tolist()
-
-
-def test_rows_may_share_a_token_and_padding_is_dropped(running: tuple[Any, Runner, Paged]) -> None:
-    model, runner, paged = running
-    text = random_ids(7)
-    entry = replace(paged.entry(0, text), num_rows=3)
-    token_ids, _, table, _ = runner.launch(plan_buffer([entry], block_size=4, num_logprobs=2)).wait()
-    logprobs = hf_logits(model, text)[-1].log_softmax(-1)
-    assert token_ids.tolist() == [[int(logprobs.argmax())]] * 3
-    assert table is not None
-    torch.testing.assert_close(torch.from_numpy(table.logprobs[:, 1:]), logprobs.topk(2).values.expand(3, 2))
-    padded = plan_buffer([paged.entry(0, [token_ids[0, 0]])], block_size=4, pad_to=4)
-    token_ids, sampled_logprobs, _, _ = runner.launch(padded).wait()
-    assert token_ids.shape == sampled_logprobs.shape == (1, 1)
-
-
-def test_prompt_logprobs_equal_transformers(running: tuple[Any, Runner, Paged]) -> None:
-    model, runner, paged = running
-    text = random_ids(150)
-    paged.kv.pool.zero_()
-    decoder = load(paged.decoder.spec, model.state_dict(), max_model_len=160)
-    runner = Runner(decoder, paged.kv, paged.kernels)
-    rows = [(i, text[i + 1], 3) for i in range(149)]
-    buffer = plan_buffer([paged.entry(0, text)], block_size=4, sections={"prompt_rows": rows})
-    _, _, _, table = runner.launch(buffer).wait()
-    assert table is not None
-    logprobs = hf_logits(model, text)[:-1].log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(text[1:])[:, None])
-    expected = torch.cat([own, logprobs.topk(3).values], 1)
-    torch.testing.assert_close(torch.from_numpy(table.logprobs), expected, atol=1e-4, rtol=1e-4)
-    assert table.token_ids[:, 0].tolist() == text[1:]
-    assert table.ranks.tolist() == ((logprobs > own).sum(1) + 1).tolist()
-
-
-def test_memory_of_prompt_logprobs_does_not_grow_with_the_prompt(
-    running: tuple[Any, Runner, Paged], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S031: logits are made for a bounded number of positions at once."""
-    model, _, paged = running
-    decoder = load(paged.decoder.spec, model.state_dict(), max_model_len=400)
-    runner = Runner(decoder, paged.kv, paged.kernels)
-    most = 0
-    compute = decoder.logits
-
-    def logits(hidden: Tensor) -> Tensor:
-        nonlocal most
-        most = max(most, len(hidden))
-        return compute(hidden)
-
-    monkeypatch.setattr(decoder, "logits", logits)
-    text = random_ids(400)
-    rows = [(i, text[i + 1], 0) for i in range(399)]
-    entry = replace(paged.entry(0, text), num_rows=0)
-    token_ids, _, table, prompt = runner.launch(
-        plan_buffer([entry], block_size=4, sections={"prompt_rows": rows})
-    ).wait()
-    assert token_ids.shape == (0, 1)
-    assert table is None
-    assert prompt is not None
-    assert len(prompt.ranks) == 399
-    assert most <= 64
-
-
-def test_blocks_move_before_the_step_reads_them(running: tuple[Any, Runner, Paged]) -> None:
-    """Swap out, swap in, copy, in this order, then the step: with other orders the text would be another."""
-    model, _, paged = running
-    spec = paged.decoder.spec
-    kv = KVCache(spec, num_blocks=6, num_host_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
-    runner = Runner(paged.decoder, kv, paged.kernels)
-    text = random_ids(7)
-    runner.launch(plan_buffer([Entry(token_ids=text[:6], blocks=[1, 2])], block_size=4))
-    # Block 1 leaves for the host's 0 and comes back as 4, block 2 is then 1's old place and copied on to 5.
-    moves = {"swap_out": [(1, 0), (2, 1)], "swap_in": [(0, 4), (1, 1)], "copies": [(1, 5)]}
-    entry = Entry(token_ids=text[6:], start=6, blocks=[4, 5])
-    token_ids, *_ = runner.launch(plan_buffer([entry], block_size=4, sections=moves)).wait()
-    assert int(token_ids[0, 0]) == int(hf_logits(model, text)[-1].argmax())
-    # A step may do nothing but move.
-    token_ids, *_ = runner.launch(plan_buffer([], block_size=4, sections={"copies": [(5, 0)]})).wait()
-    assert token_ids.shape == (0, 1)
-    assert torch.equal(kv.pool[:, 0], kv.pool[:, 5])
-
-
-def test_block_bytes_are_those_of_the_pool() -> None:
-    spec = build_spec(plain_config())
-    kv = KVCache(spec, num_blocks=5, num_host_blocks=2, block_size=16, dtype=torch.bfloat16, device=CPU)
-    assert kv.pool.nbytes == 5 * block_bytes(spec, block_size=16, dtype=torch.bfloat16)
-    assert kv.host_pool.nbytes == 2 * block_bytes(spec, block_size=16, dtype=torch.bfloat16)

@@ -24,9 +24,13 @@ fn fork_and_copy(criterion: &mut Criterion) {
             bencher.iter(|| {
                 copies.clear();
                 let mut forks: Vec<BlockTable> = tables.iter().map(|table| blocks.fork(table)).collect();
-                forks.iter_mut().for_each(|fork| blocks.make_writable(fork, NUM_BLOCKS - 1, &mut copies));
+                for fork in &mut forks {
+                    blocks.make_writable(fork, NUM_BLOCKS - 1, &mut copies);
+                }
                 assert_eq!(copies.len(), num_sequences);
-                forks.into_iter().for_each(|fork| blocks.release(fork));
+                for fork in forks {
+                    blocks.release(fork);
+                }
             });
         });
     }

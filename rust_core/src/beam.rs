@@ -25,8 +25,6 @@ pub struct BeamSearch {
     width: usize,
     /// At most `width` ended beams, best first.
     pub hypotheses: Vec<Hypothesis>,
-    /// Whether a running beam could still beat the worst hypothesis.
-    improvable: bool,
 }
 
 /// What one beam's row offers: its best tokens with their log-probabilities, and the row's log-probability table.
@@ -55,7 +53,7 @@ struct Taken {
 impl BeamSearch {
     /// The state before the first step.
     pub fn new(width: usize) -> Self {
-        Self { width, hypotheses: Vec::new(), improvable: true }
+        Self { width, hypotheses: Vec::new() }
     }
 
     fn add(&mut self, score: f32, history: History) {
@@ -86,15 +84,17 @@ pub fn advance(
     let length = sequences[0].history.output.len() + 1;
     let penalty = request.params.length_penalty;
     let early = request.params.early_stopping;
-    let closed = !beam.improvable || (early == EarlyStopping::Always && beam.is_full());
     let mut survivors: Vec<Taken> = Vec::with_capacity(beam.width);
     for (place, candidate) in best_candidates(sequences, offers, beam.width, request).into_iter().enumerate() {
+        if place >= beam.width && survivors.len() == beam.width {
+            break;
+        }
         let taken = take(&candidate, sequences, offers, request, vocabulary);
         if taken.history.finish.is_none() {
             if survivors.len() < beam.width {
                 survivors.push(taken);
             }
-        } else if place < beam.width && !closed {
+        } else if place < beam.width {
             beam.add(candidate.score / normalizer(length, penalty), taken.history);
         }
     }
@@ -104,8 +104,7 @@ pub fn advance(
         let possible = best / normalizer(longest, penalty);
         !beam.is_full() || beam.hypotheses.iter().any(|worst| possible > worst.score)
     };
-    beam.improvable &= best_running.is_some_and(can_improve);
-    let ended = !beam.improvable || (early == EarlyStopping::Always && beam.is_full());
+    let ended = !best_running.is_some_and(can_improve) || (early == EarlyStopping::Always && beam.is_full());
     replace(sequences, if ended { Vec::new() } else { survivors }, blocks);
     ended
 }
@@ -150,7 +149,9 @@ fn take(
 fn replace(sequences: &mut Vec<Sequence>, survivors: Vec<Taken>, blocks: &mut BlockManager) {
     let mut parents: Vec<Option<Sequence>> = sequences.drain(..).map(Some).collect();
     let mut uses = vec![0; parents.len()];
-    survivors.iter().for_each(|taken| uses[taken.parent] += 1);
+    for taken in &survivors {
+        uses[taken.parent] += 1;
+    }
     for (parent, _) in uses.iter().enumerate().filter(|(_, uses)| **uses == 0) {
         if let Some(parent) = parents[parent].take() {
             blocks.release(parent.table);

@@ -7,16 +7,16 @@ use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 
 use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 use siphasher::sip128::{Hasher128, SipHasher13};
 
 use crate::fault::{Fault, Faults};
+use crate::pool::{NONE, Pool};
 
 /// A block's number, on the device or on the host.
 pub type BlockId = u32;
 /// Hash of a block's tokens and of all before them; 0 is none.
 pub type BlockHash = u128;
-
-const NONE: u32 = u32::MAX;
 
 /// A sequence's blocks, in order. Copied only by [`BlockManager::fork`], ended only by [`BlockManager::release`].
 #[derive(Debug, Default)]
@@ -47,94 +47,6 @@ impl BlockTable {
     }
 }
 
-/// Reference counts of one pool, and its free blocks as a list from next-to-be-used to last.
-#[derive(Debug)]
-struct Pool {
-    counts: Vec<u32>,
-    previous: Vec<u32>,
-    next: Vec<u32>,
-    first: u32,
-    last: u32,
-    num_free: usize,
-}
-
-impl Pool {
-    fn new(num_blocks: usize) -> Self {
-        let mut pool = Self {
-            counts: vec![0; num_blocks],
-            previous: vec![NONE; num_blocks],
-            next: vec![NONE; num_blocks],
-            first: NONE,
-            last: NONE,
-            num_free: 0,
-        };
-        (0..num_blocks as u32).for_each(|block| pool.push_back(block));
-        pool
-    }
-
-    fn push_back(&mut self, block: BlockId) {
-        self.previous[block as usize] = self.last;
-        self.next[block as usize] = NONE;
-        match self.last {
-            NONE => self.first = block,
-            last => self.next[last as usize] = block,
-        }
-        self.last = block;
-        self.num_free += 1;
-    }
-
-    fn push_front(&mut self, block: BlockId) {
-        self.next[block as usize] = self.first;
-        self.previous[block as usize] = NONE;
-        match self.first {
-            NONE => self.last = block,
-            first => self.previous[first as usize] = block,
-        }
-        self.first = block;
-        self.num_free += 1;
-    }
-
-    fn unlink(&mut self, block: BlockId) {
-        let (previous, next) = (self.previous[block as usize], self.next[block as usize]);
-        match previous {
-            NONE => self.first = next,
-            previous => self.next[previous as usize] = next,
-        }
-        match next {
-            NONE => self.last = previous,
-            next => self.previous[next as usize] = previous,
-        }
-        self.num_free -= 1;
-    }
-
-    /// Hand out the next free block with count 1.
-    fn pop(&mut self) -> Option<BlockId> {
-        let block = self.first;
-        if block == NONE {
-            return None;
-        }
-        self.unlink(block);
-        self.counts[block as usize] = 1;
-        Some(block)
-    }
-
-    /// Take one more reference, out of the free list if it is the first.
-    fn acquire(&mut self, block: BlockId) {
-        if self.counts[block as usize] == 0 {
-            self.unlink(block);
-        }
-        self.counts[block as usize] += 1;
-    }
-
-    /// Give one reference back; true if it was the last (the caller puts the block into the free list).
-    fn drop_one(&mut self, block: BlockId) -> bool {
-        let count = &mut self.counts[block as usize];
-        debug_assert!(*count > 0, "block {block} released twice");
-        *count -= 1;
-        *count == 0
-    }
-}
-
 /// All KV blocks of the engine. Blocks are of `block_size` tokens.
 #[derive(Debug)]
 pub struct BlockManager {
@@ -145,6 +57,8 @@ pub struct BlockManager {
     cache: HashMap<BlockHash, BlockId>,
     caching: bool,
     keys: (u64, u64),
+    /// Free blocks that have a hash.
+    num_cached_free: usize,
     num_copies: u64,
     /// Test only: the fault planted in this manager.
     pub faults: Faults,
@@ -162,6 +76,7 @@ impl BlockManager {
             cache: HashMap::new(),
             caching,
             keys: (random(), random()),
+            num_cached_free: 0,
             num_copies: 0,
             faults: Faults::default(),
         }
@@ -179,32 +94,32 @@ impl BlockManager {
 
     /// Device blocks no table holds, cached ones included.
     pub fn num_free(&self) -> usize {
-        self.device.num_free
+        self.device.num_free()
     }
 
     /// Device blocks in all.
     pub fn num_device_blocks(&self) -> usize {
-        self.device.counts.len()
+        self.device.len()
     }
 
     /// Host blocks in all.
     pub fn num_host_blocks(&self) -> usize {
-        self.host.counts.len()
+        self.host.len()
     }
 
     /// Host blocks no table holds.
     pub fn num_free_host(&self) -> usize {
-        self.host.num_free
+        self.host.num_free()
     }
 
     /// Free device blocks that the prefix cache can still serve.
     pub fn num_cached_free(&self) -> usize {
-        self.cache.values().filter(|&&block| self.device.counts[block as usize] == 0).count()
+        self.num_cached_free
     }
 
     /// Tables that hold a device block.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.device.counts[block as usize]
+        self.device.count(block)
     }
 
     /// Blocks copied on write so far.
@@ -215,8 +130,11 @@ impl BlockManager {
     fn allocate(&mut self) -> Option<BlockId> {
         let block = self.device.pop()?;
         let hash = std::mem::take(&mut self.hashes[block as usize]);
-        if hash != 0 && !self.faults.has(Fault::StaleCacheEntry) {
-            self.cache.remove(&hash);
+        if hash != 0 {
+            self.num_cached_free -= 1;
+            if !self.faults.has(Fault::StaleCacheEntry) {
+                self.cache.remove(&hash);
+            }
         }
         Some(block)
     }
@@ -227,6 +145,7 @@ impl BlockManager {
                 self.device.push_front(block);
             } else {
                 self.device.push_back(block);
+                self.num_cached_free += 1;
             }
         }
     }
@@ -265,7 +184,7 @@ impl BlockManager {
 
     /// Whether writing into the table's block number `index` needs a copy first.
     pub fn is_shared(&self, table: &BlockTable, index: usize) -> bool {
-        table.blocks.get(index).is_some_and(|&block| self.device.counts[block as usize] > 1)
+        table.blocks.get(index).is_some_and(|&block| self.device.count(block) > 1)
     }
 
     /// Copy on write: make block number `index` the table's own, adding (source, destination) to `copies`.
@@ -314,7 +233,7 @@ impl BlockManager {
         }
         let found = hashes.iter().map_while(|hash| self.cache.get(hash));
         found.fold((0, 0), |(matched, free), &block| {
-            (matched + 1, free + usize::from(self.device.counts[block as usize] == 0))
+            (matched + 1, free + usize::from(self.device.count(block) == 0))
         })
     }
 
@@ -323,6 +242,7 @@ impl BlockManager {
         debug_assert!(table.is_empty());
         for hash in hashes {
             let block = self.cache[hash];
+            self.num_cached_free -= usize::from(self.device.count(block) == 0);
             self.device.acquire(block);
             table.blocks.push(block);
         }
@@ -332,8 +252,11 @@ impl BlockManager {
     /// write its KV are scheduled. If another block serves the hash already, that one stays.
     pub fn publish(&mut self, table: &BlockTable, index: usize, hash: BlockHash) {
         let block = table.blocks[index];
-        if self.caching && self.hashes[block as usize] == 0 && !self.cache.contains_key(&hash) {
-            self.cache.insert(hash, block);
+        if !self.caching || self.hashes[block as usize] != 0 {
+            return;
+        }
+        if let Entry::Vacant(entry) = self.cache.entry(hash) {
+            entry.insert(block);
             self.hashes[block as usize] = hash;
         }
     }
@@ -342,6 +265,7 @@ impl BlockManager {
     pub fn clear_cache(&mut self) {
         self.cache.clear();
         self.hashes.fill(0);
+        self.num_cached_free = 0;
     }
 
     // ---- swap ----
@@ -357,23 +281,23 @@ impl BlockManager {
     /// Move a group's tables to the host, keeping what they share; adds (device, host) to `moves`. False, and
     /// nothing done, if the host pool is too full.
     pub fn swap_out(&mut self, tables: &mut [&mut BlockTable], moves: &mut Vec<[i32; 2]>) -> bool {
-        if Self::distinct(tables.iter().map(|table| &**table)) > self.host.num_free {
+        if Self::distinct(tables.iter().map(|table| &**table)) > self.host.num_free() {
             return false;
         }
-        let mut moved: HashMap<BlockId, BlockId> = HashMap::new();
+        let mut hosts: HashMap<BlockId, BlockId> = HashMap::new();
         for table in tables {
             let mut left = Vec::with_capacity(table.len());
             for block in &mut table.blocks {
                 let device_block = *block;
                 left.push(device_block);
-                *block = match moved.get(&device_block) {
+                *block = match hosts.get(&device_block) {
                     Some(&host_block) => {
                         self.host.acquire(host_block);
                         host_block
                     }
                     None => self.host.pop().unwrap_or(NONE),
                 };
-                if moved.insert(device_block, *block).is_none() {
+                if hosts.insert(device_block, *block).is_none() {
                     moves.push([device_block as i32, *block as i32]);
                 }
             }
@@ -386,11 +310,11 @@ impl BlockManager {
     /// Move a group's tables back to the device; adds (host, device) to `moves`. The caller has checked that
     /// [`Self::distinct`] blocks are free.
     pub fn swap_in(&mut self, tables: &mut [&mut BlockTable], moves: &mut Vec<[i32; 2]>) {
-        let mut moved: HashMap<BlockId, BlockId> = HashMap::new();
+        let mut devices: HashMap<BlockId, BlockId> = HashMap::new();
         for table in tables {
             for block in &mut table.blocks {
                 let host_block = *block;
-                *block = if let Some(&device_block) = moved.get(&host_block) {
+                *block = if let Some(&device_block) = devices.get(&host_block) {
                     if !self.faults.has(Fault::SwapLosesReference) {
                         self.device.acquire(device_block);
                     }
@@ -398,7 +322,7 @@ impl BlockManager {
                 } else {
                     let device_block = self.allocate().unwrap_or(NONE);
                     moves.push([host_block as i32, device_block as i32]);
-                    moved.insert(host_block, device_block);
+                    devices.insert(host_block, device_block);
                     device_block
                 };
                 self.free_host(host_block);
@@ -411,36 +335,19 @@ impl BlockManager {
 
     /// Check counts, free lists and cache against the live tables (design invariants 1 and 3, as far as seen here).
     pub fn check(&self, tables: &[&BlockTable]) -> Result<(), String> {
-        check_pool("device", &self.device, tables.iter().filter(|table| !table.on_host))?;
-        check_pool("host", &self.host, tables.iter().filter(|table| table.on_host))?;
+        let blocks = |on_host| tables.iter().filter(move |table| table.on_host == on_host).map(|table| table.blocks());
+        self.device.check("device", blocks(false))?;
+        self.host.check("host", blocks(true))?;
+        let mut cached_free = 0;
         for (&hash, &block) in &self.cache {
             if self.hashes[block as usize] != hash {
                 return Err(format!("cache entry of device block {block} is stale"));
             }
+            cached_free += usize::from(self.device.count(block) == 0);
         }
-        Ok(())
-    }
-}
-
-fn check_pool<'a>(name: &str, pool: &Pool, tables: impl Iterator<Item = &'a &'a BlockTable>) -> Result<(), String> {
-    let mut counts = vec![0; pool.counts.len()];
-    tables.flat_map(|table| &table.blocks).for_each(|&block| counts[block as usize] += 1);
-    if let Some(block) = (0..counts.len()).find(|&block| counts[block] != pool.counts[block]) {
-        let (held, counted) = (counts[block], pool.counts[block]);
-        return Err(format!("{name} block {block} is in {held} tables, its count is {counted}"));
-    }
-    let mut free = 0;
-    let mut block = pool.first;
-    while block != NONE {
-        if pool.counts[block as usize] != 0 {
-            return Err(format!("{name} block {block} is free and in use"));
+        if cached_free == self.num_cached_free {
+            return Ok(());
         }
-        free += 1;
-        block = pool.next[block as usize];
+        Err(format!("{cached_free} free blocks are cached, {} counted", self.num_cached_free))
     }
-    let unused = counts.iter().filter(|&&count| count == 0).count();
-    if free == unused && free == pool.num_free {
-        return Ok(());
-    }
-    Err(format!("{name} pool: {free} blocks in the free list, {unused} unused, {} counted", pool.num_free))
 }

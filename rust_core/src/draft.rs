@@ -196,9 +196,7 @@ impl Draft {
                 flight.rows.push(RowRef { slot: entry.slot, sequence, arrival: group.request.arrival });
             }
         }
-        for pad in token..ids.len() {
-            slots[pad] = -1;
-        }
+        slots[token..].fill(-1);
         for pad in self.entries.len()..seqs {
             starts[pad + 1] = starts[pad] + 1;
         }

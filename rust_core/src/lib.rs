@@ -3,15 +3,18 @@
 //! One request lives in one [`sequence::Group`]. A step makes two calls: [`Scheduler::schedule`] gives a
 //! [`plan::StepPlan`], [`Scheduler::commit`] takes the sampled tokens and gives [`output::Output`]s.
 
+mod admission;
 pub mod beam;
 pub mod block_manager;
 pub mod commit;
+mod config;
 pub mod detokenizer;
 pub mod draft;
 pub mod error;
 pub mod fault;
 pub mod output;
 pub mod plan;
+mod pool;
 #[cfg(feature = "python")]
 mod py;
 pub mod request;

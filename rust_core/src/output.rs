@@ -12,7 +12,7 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
-    /// OpenAI's name for it.
+    /// The `OpenAI` name for it.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Stop => "stop",
