@@ -4,10 +4,24 @@ Arrays are numpy; a plan's layout is described in `rust_core/src/plan.rs` and `p
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = [
+    "Completion",
+    "Detokenizer",
+    "LogprobTable",
+    "Output",
+    "ParameterError",
+    "Scheduler",
+    "Stats",
+    "StepPlan",
+    "Vocabulary",
+    "__version__",
+    "validate_params",
+]
 
 __version__: str
 
@@ -27,14 +41,14 @@ def validate_params(params: Any) -> None:
 class Vocabulary:
     """Bytes of every token id, and how they join to text. Immutable; shared by all requests."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         token_bytes: Sequence[bytes],
         *,
-        special_token_ids: Sequence[int] = (),
-        byte_token_ids: Sequence[int] = (),
+        special_token_ids: Sequence[int] = ...,
+        byte_token_ids: Sequence[int] = ...,
         strip_leading_space: bool = False,
-    ) -> None:
+    ) -> Self:
         """`token_bytes[i]`: what id i adds to the text. `byte_token_ids`: SentencePiece's <0x00>..<0xFF>, whose
         bytes form characters only with one another. `strip_leading_space`: one space at the start of the text is
         not text.
@@ -45,9 +59,9 @@ class Vocabulary:
 class Detokenizer:
     """Text of one sequence, piece by piece: characters are held back until they are whole."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None: ...
+    def __new__(
+        cls, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ..., *, skip_special_tokens: bool = True
+    ) -> Self: ...
     def push(self, token_ids: Sequence[int]) -> str:
         """Text completed by these tokens."""
     def finish(self) -> str:
@@ -60,9 +74,7 @@ class LogprobTable:
     `token_ids` int32 [N, 1 + L], `logprobs` float32 [N, 1 + L], `ranks` int32 [N]: rank of column 0, from 1.
     """
 
-    def __init__(
-        self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], ranks: NDArray[np.int32]
-    ) -> None: ...
+    def __new__(cls, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], ranks: NDArray[np.int32]) -> Self: ...
     @property
     def token_ids(self) -> NDArray[np.int32]: ...
     @property
@@ -185,8 +197,8 @@ class Stats:
 class Scheduler:
     """Queues, budgets, KV blocks, stops and text of all requests."""
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         *,
         num_gpu_blocks: int,
         num_cpu_blocks: int = 0,
@@ -195,16 +207,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = ...,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         policy: str = "fcfs",
         preemption_mode: str = "auto",
         max_logprobs: int = 20,
-        graph_sizes: Sequence[int] = (),
+        graph_sizes: Sequence[int] = ...,
         vocabulary: Vocabulary | None = None,
         seed: int = 0,
-    ) -> None:
+    ) -> Self:
         """`eos_token_ids`: the tokenizer's own first (its stop reason is None), then others that end a text.
         `graph_sizes`: decode-only plans are padded to the least of them that holds the step.
         """

@@ -36,7 +36,7 @@ _HUB_IGNORED: Final = ("*/*", "consolidated*")
 class ModelFiles:
     """A model that has been found, with its configuration read.
 
-    `path` is the folder, or the .gguf file: then `gguf_file` is what was read of it, and `config` and `generation_config`
+    `path` is the folder, or the .gguf file: `gguf_file` is then what was read of it, `config` and `generation_config`
     come from its metadata in Hugging Face's spelling. `name` is what the user called it.
     """
 

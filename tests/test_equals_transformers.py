@@ -1,16 +1,16 @@
 """Greedy tokens, log-probabilities and beams equal those of `transformers` in float32."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TinyCheckpoint
 
-from pyvllm import LLM, SamplingParams
-from pyvllm.sampling_params import BeamSearchParams
+from pyvllm import LLM, BeamSearchParams, SamplingParams
+from pyvllm.logprobs import LogprobDict
+from tests.conftest import TinyCheckpoint
 
 TEXT = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
@@ -42,6 +42,12 @@ def reference(path: Path) -> Iterator[Any]:
         yield model.eval()
 
 
+def values(entries: Sequence[LogprobDict | None] | None, ids: list[int]) -> torch.Tensor:
+    """The log-probabilities of `ids`, one from each entry."""
+    assert entries is not None
+    return torch.tensor([entry[i].logprob for entry, i in zip(entries, ids, strict=True) if entry is not None])
+
+
 def assert_greedy_equal(model: Any, llm: LLM, prompts: list[list[int]], new_tokens: int) -> None:
     """Our tokens are the argmax of the reference's logits at each position, given the tokens before: by induction they
     are what its own greedy search gives. Log-probabilities are within 1e-4.
@@ -54,13 +60,12 @@ def assert_greedy_equal(model: Any, llm: LLM, prompts: list[list[int]], new_toke
         predicted = logprobs[len(prompt) - 1 : -1]
         assert predicted.argmax(-1).tolist() == completion.token_ids
         chosen = predicted.max(-1).values
-        mine = torch.tensor([entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids)])
-        torch.testing.assert_close(mine, chosen, atol=1e-4, rtol=0)
+        torch.testing.assert_close(values(completion.logprobs, completion.token_ids), chosen, atol=1e-4, rtol=0)
         assert completion.cumulative_logprob == pytest.approx(chosen.sum().item(), abs=1e-2)
-        assert output.prompt_logprobs[0] is None
         its = logprobs[: len(prompt) - 1].gather(1, ids[0, 1 : len(prompt), None])[:, 0]
-        mine = torch.tensor([entry[i].logprob for entry, i in zip(output.prompt_logprobs[1:], prompt[1:])])
-        torch.testing.assert_close(mine, its, atol=1e-4, rtol=0)
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        torch.testing.assert_close(values(output.prompt_logprobs[1:], prompt[1:]), its, atol=1e-4, rtol=0)
 
 
 def assert_beams_equal(

@@ -8,12 +8,15 @@ before it is committed.
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import TinyCheckpoint
-from idle import assert_idle
 
 from pyvllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from pyvllm.config import PreemptionMode
+from pyvllm.logprobs import LogprobDict
+from tests.conftest import TinyCheckpoint
+from tests.idle import assert_idle
 
 MAX_LEN = 64
 SHARED = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71]
@@ -28,7 +31,7 @@ class Setup:
     caching: bool = True
     num_blocks: int = 1024
     swap_blocks: int = 0
-    mode: str = "auto"
+    mode: PreemptionMode = "auto"
     run_ahead: bool = False
     max_num_seqs: int = 64
 
@@ -39,7 +42,7 @@ def requests(beams: bool) -> dict[str, tuple[list[int], SamplingParams]]:
     for i in range(32):
         own = [(37 * i + 5 * j) % 250 for j in range(1 + 3 * i % 17)]
         prompt = (SHARED + own) if i % 2 else own
-        options = {"max_tokens": 5 + i % 9, "temperature": 0.0, "ignore_eos": bool(i % 3)}
+        options: dict[str, Any] = {"max_tokens": 5 + i % 9, "temperature": 0.0, "ignore_eos": bool(i % 3)}
         if i % 8 == 1:
             options |= {"n": 4, "temperature": 0.8, "seed": 100 + i}
         elif i % 8 == 3:
@@ -78,7 +81,7 @@ def run(engine: LLMEngine, wanted: dict[str, tuple[list[int], SamplingParams]]) 
     """All requests at once, to their ends."""
     for name, (prompt, params) in wanted.items():
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    done = {}
+    done: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step() if output.finished}
     return done
@@ -87,6 +90,11 @@ def run(engine: LLMEngine, wanted: dict[str, tuple[list[int], SamplingParams]]) 
 def tokens(output: RequestOutput) -> list[list[int]]:
     """Generated ids of each sequence."""
     return [completion.token_ids for completion in output.outputs]
+
+
+def values(entry: LogprobDict | None) -> dict[int, float]:
+    """Id -> log-probability; nothing for the first token of a prompt."""
+    return {token_id: logprob.logprob for token_id, logprob in (entry or {}).items()}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,7 @@ def model(tiny_checkpoint: TinyCheckpoint) -> Path:
 def solo_runs(model: Path) -> dict[str, RequestOutput]:
     """Each request alone, in an engine with room for everything and without caching."""
     roomy = engine(model, Setup(caching=False))
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for name, request in requests(beams=True).items():
         outputs |= run(roomy, {name: request})
     return outputs
@@ -115,12 +123,8 @@ def assert_equals_solo(model: Path, outputs: dict[str, RequestOutput]) -> None:
             assert mine.finish_reason == its.finish_reason
             if mine.cumulative_logprob is not None:
                 assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-3)
-        if output.prompt_logprobs is not None:
-            pairs = zip(output.prompt_logprobs[1:], solo[name].prompt_logprobs[1:], strict=True)
-            for mine, its in pairs:
-                assert {i: p.logprob for i, p in mine.items()} == pytest.approx(
-                    {i: p.logprob for i, p in its.items()}, abs=1e-4
-                )
+        for entry, solo_entry in zip(output.prompt_logprobs or [], solo[name].prompt_logprobs or [], strict=True):
+            assert values(entry) == pytest.approx(values(solo_entry), abs=1e-4)
 
 
 SETUPS = [
@@ -186,7 +190,7 @@ def test_aborts_at_any_step_leave_the_others_as_they_were(model: Path, run_ahead
     for name, (prompt, params) in wanted.items():
         llm.add_request(name, {"prompt_token_ids": prompt}, params)
     victims = iter([name for i, name in enumerate(wanted) if i % 3 == 0])
-    done = {}
+    done: dict[str, RequestOutput] = {}
     while llm.has_unfinished_requests():
         done |= {output.request_id: output for output in llm.step() if output.finished}
         llm._engine.check_invariants()

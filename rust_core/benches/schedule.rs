@@ -89,12 +89,8 @@ impl Engine {
 
     fn commit(&mut self, plan: &StepPlan, tokens: &[i32], logprobs: &[f32]) {
         let rows = plan.header(Header::NumRows) as usize;
-        let sampled = Sampled {
-            token_ids: &tokens[..rows],
-            logprobs: &logprobs[..rows],
-            sample_table: None,
-            prompt_table: None,
-        };
+        let sampled =
+            Sampled { token_ids: &tokens[..rows], logprobs: &logprobs[..rows], sample_table: None, prompt_table: None };
         black_box(self.scheduler.commit(plan.step, sampled).expect("the step is the oldest one"));
     }
 

@@ -180,10 +180,8 @@ impl Scheduler {
     }
 
     fn make_group(&self, request: Request) -> Group {
-        let mut sequence = Sequence {
-            history: History::new(&request, self.vocabulary.as_deref()),
-            ..Sequence::default()
-        };
+        let mut sequence =
+            Sequence { history: History::new(&request, self.vocabulary.as_deref()), ..Sequence::default() };
         if self.config.enable_prefix_caching {
             let mut hash = request.root_hash;
             sequence.hashes.extend(request.prompt.chunks_exact(self.config.block_size).map(|tokens| {

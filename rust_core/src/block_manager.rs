@@ -73,7 +73,8 @@ impl BlockManager {
             device: Pool::new(num_device_blocks),
             host: Pool::new(num_host_blocks),
             hashes: vec![0; num_device_blocks],
-            cache: HashMap::new(),
+            // Room for all blocks at once: growing later would hold up a step.
+            cache: HashMap::with_capacity(if caching { num_device_blocks } else { 0 }),
             caching,
             keys: (random(), random()),
             num_cached_free: 0,
@@ -232,9 +233,7 @@ impl BlockManager {
             return (0, 0);
         }
         let found = hashes.iter().map_while(|hash| self.cache.get(hash));
-        found.fold((0, 0), |(matched, free), &block| {
-            (matched + 1, free + usize::from(self.device.count(block) == 0))
-        })
+        found.fold((0, 0), |(matched, free), &block| (matched + 1, free + usize::from(self.device.count(block) == 0)))
     }
 
     /// Put the cached blocks of `hashes`, all of which [`Self::match_prefix`] has just found, into an empty table.

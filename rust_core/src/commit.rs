@@ -213,12 +213,18 @@ fn touch(group: &mut Group, slot: u32, touched: &mut Vec<u32>) {
 }
 
 fn output(group: &mut Group, finished: bool) -> Output {
-    let prompt_logprobs = group.prompt_logprobs.as_ref().filter(|table| table.len() + 1 == group.prompt_len());
+    let whole = group.prompt_logprobs.as_ref().is_some_and(|table| table.len() + 1 == group.prompt_len());
+    let last_time = finished || group.request.params.output_kind == OutputKind::Delta;
+    let prompt_logprobs = match &mut group.prompt_logprobs {
+        table if whole && last_time => table.take(),
+        table if whole => table.clone(),
+        _ => None,
+    };
     Output {
         request_id: group.request.request_id.clone(),
         prompt: group.request.prompt_text.clone(),
         prompt_token_ids: group.request.prompt.clone(),
-        prompt_logprobs: prompt_logprobs.cloned(),
+        prompt_logprobs,
         completions: completions(group),
         finished,
         num_cached_tokens: group.num_cached_tokens,
@@ -256,11 +262,7 @@ fn completions(group: &mut Group) -> Vec<Completion> {
 }
 
 /// What a sequence has to tell since the last time, if anything.
-fn delta(
-    sequence: &mut Sequence,
-    request: &crate::sequence::Request,
-    wants_logprobs: bool,
-) -> Option<Completion> {
+fn delta(sequence: &mut Sequence, request: &crate::sequence::Request, wants_logprobs: bool) -> Option<Completion> {
     let history = &sequence.history;
     let (text_from, tokens_from) = sequence.delivered;
     if tokens_from == history.output.len() {

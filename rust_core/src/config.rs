@@ -85,7 +85,8 @@ impl Config {
             return Err(Error::parameter("num_gpu_blocks", message));
         }
         if self.num_gpu_blocks.saturating_mul(self.block_size) > i32::MAX as usize {
-            let expected = format!("at most {} blocks of {} tokens", i32::MAX as usize / self.block_size, self.block_size);
+            let expected =
+                format!("at most {} blocks of {} tokens", i32::MAX as usize / self.block_size, self.block_size);
             return Err(Error::range("num_gpu_blocks", &expected, self.num_gpu_blocks));
         }
         if !self.enable_chunked_prefill && self.max_num_batched_tokens < self.max_model_len {

@@ -1,9 +1,8 @@
 //! A step being put together: what is scheduled, and writing it down as a [`StepPlan`].
 
-use crate::plan::{
-    HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, RowParam, Section, StepPlan,
-};
-use crate::sequence::{Group, Sequence};
+use crate::plan::{HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, Section, StepPlan};
+use crate::rows::{Extras, PADDING_ROW, write_prompt_rows, write_row};
+use crate::sequence::Group;
 
 /// Tokens of one sequence in the step.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +21,13 @@ pub struct Entry {
     pub num_rows: u32,
     /// Prompt positions, from `start + first` on, whose log-probabilities are wanted: (first, count).
     pub prompt_rows: (u32, u32),
+}
+
+impl Entry {
+    /// Blocks that hold its sequence once the step has run.
+    fn num_blocks(&self, block_size: usize) -> usize {
+        ((self.start + self.len) as usize).div_ceil(block_size)
+    }
 }
 
 /// Which sequence a logits row belongs to.
@@ -63,23 +69,6 @@ pub struct Draft {
     pub copies: Vec<[i32; 2]>,
 }
 
-/// Sections that only some rows need, and the scalars that rows add up to.
-#[derive(Default)]
-struct Extras {
-    penalty_rows: Vec<i32>,
-    penalty_offsets: Vec<i32>,
-    penalty_tokens: Vec<[i32; 2]>,
-    bias: Vec<[i32; 3]>,
-    allowed_rows: Vec<i32>,
-    allowed_offsets: Vec<i32>,
-    allowed_ids: Vec<i32>,
-    banned: Vec<[i32; 2]>,
-    prompt_rows: Vec<[i32; 3]>,
-    flags: i32,
-    num_candidates: i32,
-    max_logprobs: i32,
-}
-
 impl Draft {
     /// Forget everything, keeping memory.
     pub fn clear(&mut self) {
@@ -116,12 +105,13 @@ impl Draft {
             self.entries.sort_by_key(|entry| entry.len != 1);
         }
         let sum = |count: fn(&Entry) -> u32| self.entries.iter().map(|entry| count(entry) as usize).sum::<usize>();
-        let (num_tokens, num_rows, num_seqs) = (sum(|entry| entry.len), sum(|entry| entry.num_rows), self.entries.len());
+        let (num_tokens, num_rows, num_seqs) =
+            (sum(|entry| entry.len), sum(|entry| entry.num_rows), self.entries.len());
         let sizes = [num_tokens.max(graph_size), num_seqs.max(graph_size), num_rows.max(graph_size)];
         let mut sections = SectionTable::new();
         let mut flight = Flight { step, rows: Vec::with_capacity(num_rows), ..Flight::default() };
-        let mut extras = Extras { num_candidates: 1, max_logprobs: -1, ..Extras::default() };
-        let mut buffer = self.fixed_sections(&mut sections, sizes);
+        let mut extras = Extras::new();
+        let mut buffer = self.fixed_sections(&mut sections, sizes, block_size);
         self.fill(&mut buffer, &sections, sizes, groups, block_size, &mut flight, &mut extras);
         self.block_tables(&mut buffer, &mut sections, groups, block_size);
         self.variable_sections(&mut buffer, &mut sections, &extras);
@@ -149,8 +139,13 @@ impl Draft {
         (StepPlan { step, buffer }, flight)
     }
 
-    /// The buffer with its header and all sections up to `block_table_offsets`, still zero.
-    fn fixed_sections(&self, sections: &mut SectionTable, [tokens, seqs, rows]: [usize; 3]) -> Vec<i32> {
+    /// The buffer with its header and all sections up to `block_table_offsets`, still zero, and room for the others.
+    fn fixed_sections(
+        &self,
+        sections: &mut SectionTable,
+        [tokens, seqs, rows]: [usize; 3],
+        block_size: usize,
+    ) -> Vec<i32> {
         for (section, len) in [
             (Section::TokenIds, tokens),
             (Section::Positions, tokens),
@@ -163,7 +158,9 @@ impl Draft {
         ] {
             sections.place(section, len);
         }
-        let mut buffer = Vec::with_capacity(sections.end + 2 * (self.swap_out.len() + self.copies.len()) + 64 * seqs);
+        let blocks: usize = self.entries.iter().map(|entry| entry.num_blocks(block_size)).sum();
+        let moves = self.swap_out.len() + self.swap_in.len() + self.copies.len();
+        let mut buffer = Vec::with_capacity(sections.end + blocks + 2 * moves + 64);
         buffer.resize(sections.end, 0);
         buffer
     }
@@ -217,8 +214,8 @@ impl Draft {
         let begin = buffer.len();
         for (i, entry) in self.entries.iter().enumerate() {
             let Some(group) = &groups[entry.slot as usize] else { continue };
-            let needed = ((entry.start + entry.len) as usize).div_ceil(block_size);
-            let blocks = &group.sequences[entry.sequence as usize].table.blocks()[..needed];
+            let blocks = group.sequences[entry.sequence as usize].table.blocks();
+            let blocks = &blocks[..entry.num_blocks(block_size)];
             buffer.extend(blocks.iter().map(|&block| block as i32));
             buffer[offsets + i + 1] = (buffer.len() - begin) as i32;
         }
@@ -248,17 +245,6 @@ impl Draft {
     }
 }
 
-const ONE: i32 = 0x3f80_0000;
-/// A padding row: greedy, nothing wanted.
-const PADDING_ROW: [i32; ROW_PARAMS] = {
-    let mut row = [0; ROW_PARAMS];
-    row[RowParam::TopP as usize] = ONE;
-    row[RowParam::RepetitionPenalty as usize] = ONE;
-    row[RowParam::NumLogprobs as usize] = -1;
-    row[RowParam::NumCandidates as usize] = 1;
-    row
-};
-
 /// CSR offsets: the starts, then the end.
 fn with_end(starts: &[i32], end: usize) -> Vec<i32> {
     let mut offsets = Vec::with_capacity(starts.len() + 1);
@@ -287,77 +273,6 @@ fn write_tokens(
         };
         positions[i] = position as i32;
         slots[i] = (blocks[position / block_size] as usize * block_size + position % block_size) as i32;
-    }
-}
-
-fn write_prompt_rows(group: &Group, entry: Entry, first_token: usize, flight: &mut Flight, extras: &mut Extras) {
-    let (first, count) = (entry.prompt_rows.0 as usize, entry.prompt_rows.1 as usize);
-    let Some(table) = group.prompt_logprobs.as_ref().filter(|_| count > 0) else { return };
-    for i in first..first + count {
-        let next = group.request.prompt[entry.start as usize + i + 1];
-        extras.prompt_rows.push([(first_token + i) as i32, next as i32, table.width as i32 - 1]);
-    }
-    let reference = RowRef { slot: entry.slot, sequence: entry.sequence, arrival: group.request.arrival };
-    flight.prompt_rows.push((reference, count));
-}
-
-/// Two words that make the noise of a draw: a hash (splitmix64's finalizer) of the seed and the output position.
-fn noise_key(seed: u64, position: usize) -> [i32; 2] {
-    let mix = |mut z: u64| {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    let step = (position as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let key = mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_add(step));
-    [key as u32 as i32, (key >> 32) as u32 as i32]
-}
-
-fn write_row(group: &mut Group, index: usize, row: i32, params: &mut [i32], extras: &mut Extras) {
-    let Group { request, sequences, .. } = group;
-    let sequence = &mut sequences[index];
-    // The row counts as in flight already; the token before it may be as well.
-    let pending = usize::from(sequence.in_flight) - 1;
-    let position = sequence.history.output.len() + pending;
-    params.copy_from_slice(&request.row_params);
-    [params[RowParam::NoiseKey0 as usize], params[RowParam::NoiseKey1 as usize]] =
-        noise_key(request.seed.wrapping_add(u64::from(sequence.index)), position);
-    extras.flags |= request.flags;
-    extras.num_candidates = extras.num_candidates.max(params[RowParam::NumCandidates as usize]);
-    extras.max_logprobs = extras.max_logprobs.max(params[RowParam::NumLogprobs as usize]);
-    if request.has_extras {
-        write_extras(request, sequence, pending > 0, position, row, extras);
-    }
-    sequence.last_row = row;
-}
-
-fn write_extras(
-    request: &crate::sequence::Request,
-    sequence: &Sequence,
-    pending: bool,
-    position: usize,
-    row: i32,
-    extras: &mut Extras,
-) {
-    let params = &request.params;
-    if let Some(counts) = &sequence.history.counts {
-        extras.penalty_rows.push(row);
-        extras.penalty_offsets.push(extras.penalty_tokens.len() as i32);
-        extras.penalty_tokens.extend_from_slice(&request.prompt_counts);
-        extras.penalty_tokens.extend_from_slice(&counts.entries);
-        if pending {
-            extras.penalty_tokens.push([-1 - sequence.last_row, 1]);
-        }
-    }
-    let bias = params.logit_bias.iter().map(|&(id, bias)| [row, id as i32, (bias as f32).to_bits() as i32]);
-    extras.bias.extend(bias);
-    if let Some(allowed) = &params.allowed_token_ids {
-        extras.allowed_rows.push(row);
-        extras.allowed_offsets.push(extras.allowed_ids.len() as i32);
-        extras.allowed_ids.extend(allowed.iter().map(|&id| id as i32));
-    }
-    if position < params.min_tokens as usize {
-        extras.banned.extend(request.stop_tokens.iter().map(|&(id, _)| [row, id as i32]));
     }
 }
 

@@ -18,6 +18,7 @@ mod pool;
 #[cfg(feature = "python")]
 mod py;
 pub mod request;
+mod rows;
 pub mod schedule;
 pub mod scheduler;
 pub mod sequence;

@@ -123,7 +123,7 @@ pub struct Output {
     pub prompt: Option<Arc<str>>,
     /// Ids of the prompt.
     pub prompt_token_ids: Arc<[u32]>,
-    /// One row for each prompt token but the first; with the first output that has all of them.
+    /// One row for each prompt token but the first; delta outputs bring them once, with the first token.
     pub prompt_logprobs: Option<LogprobTable>,
     /// Sequences that advanced; all of them at the end.
     pub completions: Vec<Completion>,

@@ -137,7 +137,7 @@ pub enum RowParam {
     FrequencyPenalty,
     /// f32 > 0; divides positive and multiplies negative logits of tokens in prompt or output.
     RepetitionPenalty,
-    /// First half of the key of this draw's noise: a hash of (seed, output position).
+    /// First half of the key of this draw's noise, a hash of (seed, output position); 0 in greedy rows.
     NoiseKey0,
     /// Second half.
     NoiseKey1,

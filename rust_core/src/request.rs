@@ -166,7 +166,10 @@ impl SamplingParams {
                 .map_err(|error| Error::parameter("logit_bias", error.to_string()))?;
         }
         if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
-            return Err(Error::parameter("allowed_token_ids", "allowed_token_ids must be None or hold at least one id"));
+            return Err(Error::parameter(
+                "allowed_token_ids",
+                "allowed_token_ids must be None or hold at least one id",
+            ));
         }
         self.validate_beam()
     }

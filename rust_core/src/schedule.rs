@@ -39,8 +39,7 @@ impl Scheduler {
         let plan = (!draft.is_empty()).then(|| {
             let step = self.next_step;
             self.next_step = self.next_step.wrapping_add(1) & 0x7fff_ffff;
-            let (plan, flight) =
-                draft.write(step, &mut self.groups, self.config.block_size, &self.config.graph_sizes);
+            let (plan, flight) = draft.write(step, &mut self.groups, self.config.block_size, &self.config.graph_sizes);
             self.flights.push_back(flight);
             plan
         });
@@ -120,11 +119,8 @@ impl Scheduler {
         if group.live().any(|(_, sequence)| behind(sequence)) || group.sequences.len() > budget {
             return;
         }
-        let last = |(i, sequence): (usize, &Sequence)| Want {
-            sequence: i,
-            start: sequence.num_computed_tokens,
-            len: 1,
-        };
+        let last =
+            |(i, sequence): (usize, &Sequence)| Want { sequence: i, start: sequence.num_computed_tokens, len: 1 };
         wants.extend(group.live().map(last));
     }
 

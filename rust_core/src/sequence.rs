@@ -1,6 +1,7 @@
 //! A request's state: what was asked ([`Request`]), what each sequence has said ([`History`]), and where its KV is
 //! ([`Sequence`]). All that is true of a request lives in one [`Group`].
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -263,8 +264,15 @@ impl Group {
     }
 
     /// Tokens of a sequence's block number `index`, which is full.
-    pub fn block_tokens<'a>(&'a self, sequence: &'a Sequence, index: usize, block_size: usize) -> Vec<u32> {
-        let tokens = self.request.prompt.iter().chain(&sequence.history.output);
-        tokens.skip(index * block_size).take(block_size).copied().collect()
+    pub fn block_tokens<'a>(&'a self, sequence: &'a Sequence, index: usize, block_size: usize) -> Cow<'a, [u32]> {
+        let (prompt, output) = (&self.request.prompt, &sequence.history.output);
+        let (start, end) = (index * block_size, (index + 1) * block_size);
+        if end <= prompt.len() {
+            return Cow::Borrowed(&prompt[start..end]);
+        }
+        match start.checked_sub(prompt.len()) {
+            Some(start) => Cow::Borrowed(&output[start..start + block_size]),
+            None => Cow::Owned([&prompt[start..], &output[..end - prompt.len()]].concat()),
+        }
     }
 }

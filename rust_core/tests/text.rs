@@ -62,8 +62,7 @@ fn play(params: &SamplingParams, prompt: &[u32], script: &[u32]) -> (Vec<Output>
         let Some(plan) = scheduler.schedule() else { break };
         assert_eq!(plan.header(Header::NumRows), 1);
         banned.push(plan.section(Section::Banned).chunks(2).map(|entry| entry[1]).collect());
-        let sampled =
-            Sampled { token_ids: &[token as i32], logprobs: &[0.0], sample_table: None, prompt_table: None };
+        let sampled = Sampled { token_ids: &[token as i32], logprobs: &[0.0], sample_table: None, prompt_table: None };
         outputs.extend(scheduler.commit(plan.step, sampled).unwrap());
     }
     scheduler.check_invariants().unwrap();
@@ -83,9 +82,9 @@ fn finish(params: &SamplingParams, script: &[u32]) -> Completion {
     let ids: Vec<u32> = deltas.iter().flat_map(|output| output.completions[0].token_ids.clone()).collect();
     assert_eq!((text, ids), (whole.text.clone(), whole.token_ids.clone()));
     let cumulative = last(OutputKind::Cumulative);
-    assert!(cumulative.windows(2).all(|pair| {
-        pair[1].completions[0].text.starts_with(&pair[0].completions[0].text)
-    }));
+    assert!(
+        cumulative.windows(2).all(|pair| { pair[1].completions[0].text.starts_with(&pair[0].completions[0].text) })
+    );
     assert_eq!(cumulative.last().unwrap().completions[0], whole);
     whole
 }

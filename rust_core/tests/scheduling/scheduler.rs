@@ -189,7 +189,8 @@ fn b027_a_request_that_fits_is_scheduled_in_the_next_step() {
 
 #[test]
 fn b029_abort_by_exact_id_only() {
-    for (ids, aborted) in [(["a", "ab", "b"], "a"), (["0_1", "1_1", "1"], "1"), (["cmpl-1", "cmpl-10", "x"], "cmpl-1")] {
+    for (ids, aborted) in [(["a", "ab", "b"], "a"), (["0_1", "1_1", "1"], "1"), (["cmpl-1", "cmpl-10", "x"], "cmpl-1")]
+    {
         let mut engine = Engine::new(config(32, 4));
         ids.iter().for_each(|id| engine.add(id, prompt(1, 5), greedy(4)));
         engine.step();
@@ -313,6 +314,20 @@ fn results_of_a_wrong_shape_are_an_error_and_change_nothing() {
     engine.commit();
     engine.drain(5);
     assert_eq!(engine.tokens("x"), solo(&prompt(1, 5), &greedy(2)));
+}
+
+#[test]
+fn min_tokens_holds_back_every_kind_of_stop() {
+    let mut engine = Engine::new(config(16, 4));
+    let params = SamplingParams { min_tokens: 3, ignore_eos: false, stop_token_ids: vec![7], ..greedy(8) };
+    engine.add("eos", prompt(1, 5), params.clone());
+    engine.add("stop id", prompt(2, 5), params);
+    for _ in 0..3 {
+        engine.step_with(|row| if row == 0 { 0 } else { 7 });
+        assert!(engine.outputs.is_empty());
+    }
+    engine.step_with(|row| if row == 0 { 0 } else { 7 });
+    assert_eq!((engine.tokens("eos"), engine.tokens("stop id")), (vec![vec![0; 4]], vec![vec![7; 4]]));
 }
 
 #[test]

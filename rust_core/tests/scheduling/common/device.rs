@@ -134,9 +134,8 @@ impl Device {
                 ensure(!twice && !read, || format!("{section:?} races on block {to}: {moves:?}"))?;
             }
         }
-        let overlap = pairs(Section::SwapOut).iter().any(|[_, host]| {
-            pairs(Section::SwapIn).iter().any(|[from, _]| from == host)
-        });
+        let overlap =
+            pairs(Section::SwapOut).iter().any(|[_, host]| pairs(Section::SwapIn).iter().any(|[from, _]| from == host));
         ensure(!overlap, || "a host block is swapped out to and in from in one step".to_owned())?;
         let size = self.block_size;
         let at = |block: i32| block as usize * size..(block as usize + 1) * size;
@@ -284,7 +283,8 @@ impl Device {
             for &[id, count] in &tokens[offsets[i] as usize..offsets[i + 1] as usize] {
                 *counts[self.resolve_one(id)? as usize].get_or_insert(0) += count;
             }
-            let effects = counts.iter().enumerate().filter_map(|(id, count)| Some(model::penalty(id as u32, (*count)?)));
+            let effects =
+                counts.iter().enumerate().filter_map(|(id, count)| Some(model::penalty(id as u32, (*count)?)));
             rows[row as usize].adjusted = effects.fold(rows[row as usize].adjusted, u64::wrapping_add);
         }
         for &[row, id, bits] in plan.section(Section::Bias).as_chunks::<3>().0 {

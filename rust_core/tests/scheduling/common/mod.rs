@@ -2,6 +2,7 @@
 
 pub mod beam;
 pub mod device;
+pub mod generate;
 pub mod model;
 pub mod scenario;
 
@@ -146,7 +147,8 @@ impl Engine {
         for (row, offer) in offers.iter().enumerate() {
             for candidate in 0..results.num_candidates {
                 let at = row * results.num_candidates + candidate;
-                (results.token_ids[at], results.logprobs[at]) = *offer.get(candidate).unwrap_or(&(0, f32::NEG_INFINITY));
+                (results.token_ids[at], results.logprobs[at]) =
+                    *offer.get(candidate).unwrap_or(&(0, f32::NEG_INFINITY));
             }
         }
         self.commit();
