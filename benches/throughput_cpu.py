@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -81,17 +82,20 @@ def transformers_engine(path: Path, dtype: str) -> Generate:
 
 def compare(ours: Generate, theirs: Generate, num_requests: int, arguments: argparse.Namespace) -> Result:
     """Warm both up, then let them take turns."""
-    best = {"pyvllm": float("inf"), "transformers": float("inf")}
+    engines = {"pyvllm": ours, "transformers": theirs}
+    best = dict.fromkeys(engines, float("inf"))
     equal = total = 0
     for repeat in range(-1, arguments.repeats):  # -1: the warm-up, not timed
         rng = random.Random(f"{arguments.seed} {num_requests} {repeat}")
         prompts = [[rng.randrange(1000, 49_000) for _ in range(arguments.input_len)] for _ in range(num_requests)]
         tokens = {}
-        for name, generate in (("pyvllm", ours), ("transformers", theirs)):
+        for name, generate in engines.items():
             start = time.perf_counter()
             tokens[name] = generate(prompts, arguments.output_len)
+            seconds = time.perf_counter() - start
+            print(f"{num_requests} at once, run {repeat + 1}: {name} {seconds:.2f} s", file=sys.stderr)
             if repeat >= 0:
-                best[name] = min(best[name], time.perf_counter() - start)
+                best[name] = min(best[name], seconds)
         for mine, other in zip(tokens["pyvllm"], tokens["transformers"], strict=True):
             assert len(mine) == len(other) == arguments.output_len
             equal += sum(a == b for a, b in zip(mine, other, strict=True))

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use hashbrown::HashSet;
+
 use crate::beam::BeamSearch;
 use crate::detokenizer::StopStrings;
 use crate::error::{Error, Result};
 use crate::output::{LogprobTable, Timing};
-use crate::plan::RowParam;
-use crate::request::{Limits, SamplingParams};
+use crate::request::{Limits, SamplingParams, top_count};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Group, History, Request, Sequence, State};
 
@@ -135,12 +136,8 @@ impl Scheduler {
         // A tokenizer may name an end of sequence that the model has no logit for.
         let eos = eos.filter(|&(id, _)| !params.ignore_eos && (id as usize) < self.config.vocab_size);
         let stop_ids = params.stop_token_ids.iter().map(|&id| (id as u32, true));
-        let mut stop_tokens: Vec<(u32, bool)> = Vec::new();
-        for (id, reported) in eos.chain(stop_ids) {
-            if stop_tokens.iter().all(|&(known, _)| known != id) {
-                stop_tokens.push((id, reported));
-            }
-        }
+        let mut known = HashSet::new();
+        let stop_tokens: Vec<(u32, bool)> = eos.chain(stop_ids).filter(|&(id, _)| known.insert(id)).collect();
         let num_candidates = if params.use_beam_search {
             let candidates = params.width() * (1 + stop_tokens.len()).max(2);
             candidates.min(self.config.vocab_size)
@@ -190,9 +187,7 @@ impl Scheduler {
             }));
         }
         let params = &request.params;
-        let all = request.row_params[RowParam::NumLogprobs as usize].max(0) as usize;
-        let width = |top: i64| 1 + if top == -1 { self.config.vocab_size } else { top as usize };
-        debug_assert!(params.logprobs.is_none_or(|top| width(top) == 1 + all));
+        let width = |top| 1 + top_count(top, self.config.vocab_size);
         Group {
             state: State::Waiting,
             sequences: vec![sequence],

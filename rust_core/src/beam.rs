@@ -86,14 +86,12 @@ pub fn advance(
     let early = request.params.early_stopping;
     let mut survivors: Vec<Taken> = Vec::with_capacity(beam.width);
     for (place, candidate) in best_candidates(sequences, offers, beam.width, request).into_iter().enumerate() {
-        if place >= beam.width && survivors.len() == beam.width {
+        if survivors.len() == beam.width {
             break;
         }
         let taken = take(&candidate, sequences, offers, request, vocabulary);
         if taken.history.finish.is_none() {
-            if survivors.len() < beam.width {
-                survivors.push(taken);
-            }
+            survivors.push(taken);
         } else if place < beam.width {
             beam.add(candidate.score / normalizer(length, penalty), taken.history);
         }
@@ -164,8 +162,6 @@ fn replace(sequences: &mut Vec<Sequence>, survivors: Vec<Taken>, blocks: &mut Bl
             Sequence {
                 table: blocks.fork(&parent.table),
                 num_computed_tokens: parent.num_computed_tokens,
-                in_flight: parent.in_flight,
-                last_row: parent.last_row,
                 hashes: parent.hashes.clone(),
                 num_published: parent.num_published,
                 ..Sequence::default()

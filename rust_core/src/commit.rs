@@ -7,7 +7,7 @@ use crate::output::{Completion, LogprobTable, Output};
 use crate::plan::RowParam;
 use crate::request::OutputKind;
 use crate::scheduler::Scheduler;
-use crate::sequence::{Group, History, Sequence};
+use crate::sequence::{Group, History, Request, Sequence};
 
 /// What a step's sampler returned, in the order of its rows.
 #[derive(Clone, Copy, Debug)]
@@ -25,17 +25,21 @@ pub struct Sampled<'a> {
 impl<'a> Sampled<'a> {
     fn check(&self, flight: &Flight) -> Result<()> {
         let expected = flight.rows.len() * flight.num_candidates;
-        let prompt_rows: usize = flight.prompt_rows.iter().map(|(_, count)| count).sum();
-        let table_rows = if flight.needs_table { 0 } else { flight.rows.len() };
-        let found = [
-            ("token_ids", self.token_ids.len(), expected),
-            ("logprobs", self.logprobs.len(), expected),
-            ("sample_table", self.sample_table.map_or(table_rows, LogprobTable::len), flight.rows.len()),
-            ("prompt_table", self.prompt_table.map_or(0, LogprobTable::len), prompt_rows),
-        ];
-        for (name, len, expected) in found {
+        for (name, len) in [("token_ids", self.token_ids.len()), ("logprobs", self.logprobs.len())] {
             if len != expected {
                 let message = format!("commit of step {}: {name} has {len} entries, expected {expected}", flight.step);
+                return Err(Error::Internal(message));
+            }
+        }
+        let prompt_rows = flight.prompt_rows.iter().map(|(_, count)| count).sum();
+        for (name, table, rows, width) in [
+            ("sample_table", self.sample_table, flight.rows.len(), flight.table_width),
+            ("prompt_table", self.prompt_table, prompt_rows, flight.prompt_table_width),
+        ] {
+            let fits = |table: &LogprobTable| table.len() == rows && table.width >= width.max(1);
+            if !table.map_or(width == 0, fits) {
+                let found = table.map_or("no table".to_owned(), |table| format!("[{}, {}]", table.len(), table.width));
+                let message = format!("commit of step {}: {name} must be [{rows}, {width}], got {found}", flight.step);
                 return Err(Error::Internal(message));
             }
         }
@@ -192,17 +196,13 @@ impl Scheduler {
     fn tell(&mut self, slot: u32) -> Option<Output> {
         let group = self.groups[slot as usize].as_deref_mut()?;
         group.touched = false;
-        let finished = group.live().next().is_none();
-        let tells = finished || !group.request.params.ranks_outputs();
-        let news = match group.request.params.output_kind {
-            OutputKind::FinalOnly => finished,
-            _ => tells,
-        };
-        if finished {
+        if group.live().next().is_none() {
             let mut group = self.remove(slot)?;
             return Some(output(&mut group, true));
         }
-        news.then(|| output(group, false))
+        let params = &group.request.params;
+        let only_at_end = params.output_kind == OutputKind::FinalOnly || params.ranks_outputs();
+        (!only_at_end).then(|| output(group, false))
     }
 }
 
@@ -262,7 +262,7 @@ fn completions(group: &mut Group) -> Vec<Completion> {
 }
 
 /// What a sequence has to tell since the last time, if anything.
-fn delta(sequence: &mut Sequence, request: &crate::sequence::Request, wants_logprobs: bool) -> Option<Completion> {
+fn delta(sequence: &mut Sequence, request: &Request, wants_logprobs: bool) -> Option<Completion> {
     let history = &sequence.history;
     let (text_from, tokens_from) = sequence.delivered;
     if tokens_from == history.output.len() {

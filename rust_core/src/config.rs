@@ -59,19 +59,23 @@ pub struct Config {
     pub seed: u64,
 }
 
-fn at_least(name: &str, value: usize, least: usize) -> Result<()> {
-    if value >= least { Ok(()) } else { Err(Error::range(name, &format!("at least {least}"), value)) }
+/// Counts, ids and slots travel in plans as `i32`.
+const MAX: usize = i32::MAX as usize;
+
+fn within(name: &str, value: usize, low: usize, high: usize) -> Result<()> {
+    if (low..=high).contains(&value) { Ok(()) } else { Err(Error::range(name, &format!("from {low} to {high}"), value)) }
 }
 
 impl Config {
     pub(crate) fn validate(&self) -> Result<()> {
-        at_least("max_num_seqs", self.max_num_seqs, 1)?;
-        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)?;
-        at_least("max_model_len", self.max_model_len, 1)?;
-        at_least("vocab_size", self.vocab_size, 1)?;
-        if !(1..=128).contains(&self.block_size) {
-            return Err(Error::range("block_size", "from 1 to 128", self.block_size));
-        }
+        within("max_num_seqs", self.max_num_seqs, 1, MAX)?;
+        within("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX)?;
+        within("max_model_len", self.max_model_len, 1, MAX)?;
+        within("vocab_size", self.vocab_size, 1, MAX)?;
+        within("block_size", self.block_size, 1, 128)?;
+        within("num_gpu_blocks", self.num_gpu_blocks, 1, MAX / self.block_size)?;
+        within("num_cpu_blocks", self.num_cpu_blocks, 0, MAX)?;
+        self.graph_sizes.iter().try_for_each(|&size| within("graph_sizes", size, 1, MAX))?;
         let needed = self.max_model_len.div_ceil(self.block_size);
         if self.num_gpu_blocks < needed {
             let message = format!(
@@ -83,11 +87,6 @@ impl Config {
                 self.num_gpu_blocks * self.block_size
             );
             return Err(Error::parameter("num_gpu_blocks", message));
-        }
-        if self.num_gpu_blocks.saturating_mul(self.block_size) > i32::MAX as usize {
-            let expected =
-                format!("at most {} blocks of {} tokens", i32::MAX as usize / self.block_size, self.block_size);
-            return Err(Error::range("num_gpu_blocks", &expected, self.num_gpu_blocks));
         }
         if !self.enable_chunked_prefill && self.max_num_batched_tokens < self.max_model_len {
             let message = format!(

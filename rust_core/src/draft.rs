@@ -52,8 +52,10 @@ pub struct Flight {
     pub prompt_rows: Vec<(RowRef, usize)>,
     /// Columns the sampler returns.
     pub num_candidates: usize,
-    /// Whether a row wants log-probabilities, so that the sampler returns a table of them.
-    pub needs_table: bool,
+    /// Columns that the rows want of the table of log-probabilities; 0: there need not be one.
+    pub table_width: usize,
+    /// The same for prompt rows.
+    pub prompt_table_width: usize,
 }
 
 /// What is scheduled so far.
@@ -135,7 +137,7 @@ impl Draft {
         }
         buffer[NUM_SCALARS..HEADER_LEN].copy_from_slice(&sections.words);
         flight.num_candidates = extras.num_candidates as usize;
-        flight.needs_table = extras.max_logprobs >= 0 && num_rows > 0;
+        flight.table_width = (extras.max_logprobs + 1) as usize;
         (StepPlan { step, buffer }, flight)
     }
 

@@ -108,6 +108,11 @@ pub struct Limits {
     pub has_vocabulary: bool,
 }
 
+/// Top log-probabilities that a validated `logprobs` or `prompt_logprobs` asks for: -1 is all.
+pub(crate) fn top_count(top: i64, vocab_size: usize) -> usize {
+    if top == -1 { vocab_size } else { top as usize }
+}
+
 fn check(ok: bool, parameter: &str, expected: &str, value: impl std::fmt::Display) -> Result<()> {
     if ok { Ok(()) } else { Err(Error::range(parameter, expected, value)) }
 }
@@ -226,6 +231,7 @@ impl SamplingParams {
         for (name, value) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
             let Some(value) = value else { continue };
             let wanted = if value == -1 { vocab } else { value };
+            check(wanted <= vocab, name, &format!("at most {vocab} (the model's vocabulary)"), wanted)?;
             let most = if limits.max_logprobs == -1 { vocab } else { limits.max_logprobs };
             check(wanted <= most, name, &format!("at most max_logprobs ({most})"), wanted)?;
         }
@@ -256,8 +262,7 @@ impl SamplingParams {
     /// Top log-probabilities each sampled token comes with; -1: not even its own.
     fn num_logprobs(&self, vocab_size: usize) -> i32 {
         match self.logprobs {
-            Some(-1) => vocab_size as i32,
-            Some(count) => count as i32,
+            Some(top) => top_count(top, vocab_size) as i32,
             None if self.ranks_outputs() => 0,
             None => -1,
         }

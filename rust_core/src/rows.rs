@@ -54,6 +54,7 @@ pub(crate) fn write_prompt_rows(
     }
     let reference = RowRef { slot: entry.slot, sequence: entry.sequence, arrival: group.request.arrival };
     flight.prompt_rows.push((reference, count));
+    flight.prompt_table_width = flight.prompt_table_width.max(table.width);
 }
 
 /// Two words that make the noise of a draw: a hash (splitmix64's finalizer) of the seed and the output position.

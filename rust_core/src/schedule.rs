@@ -85,7 +85,7 @@ impl Scheduler {
         }
         let mut left = budget;
         for (i, sequence) in group.live() {
-            if sequence.in_flight > 0 && sequence.is_complete(group.request.max_output) {
+            if sequence.is_complete(group.request.max_output) {
                 continue;
             }
             let end = sequence.num_tokens(prompt_len) + usize::from(sequence.in_flight);

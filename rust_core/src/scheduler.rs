@@ -103,16 +103,7 @@ impl Scheduler {
     pub(crate) fn remove(&mut self, slot: u32) -> Option<Box<Group>> {
         let mut group = self.groups[slot as usize].take()?;
         let key = self.key(&group.request, slot);
-        match group.state {
-            State::Waiting => drop(self.waiting.remove(&key)),
-            State::Swapped => drop(self.swapped.remove(&key)),
-            State::Running => {
-                if let Ok(at) = self.running.binary_search(&key) {
-                    self.running.remove(at);
-                }
-                self.num_reserved -= group.reserved;
-            }
-        }
+        self.dequeue(key, &mut group);
         for sequence in &mut group.sequences {
             self.blocks.release(std::mem::take(&mut sequence.table));
         }
@@ -123,17 +114,8 @@ impl Scheduler {
 
     /// Move a group from its queue to another.
     pub(crate) fn requeue(&mut self, key: Key, state: State) {
-        let Some(group) = &mut self.groups[key.slot as usize] else { return };
-        match group.state {
-            State::Waiting => drop(self.waiting.remove(&key)),
-            State::Swapped => drop(self.swapped.remove(&key)),
-            State::Running => {
-                if let Ok(at) = self.running.binary_search(&key) {
-                    self.running.remove(at);
-                }
-                self.num_reserved -= std::mem::take(&mut group.reserved);
-            }
-        }
+        let Some(mut group) = self.groups[key.slot as usize].take() else { return };
+        self.dequeue(key, &mut group);
         match state {
             State::Waiting => drop(self.waiting.insert(key)),
             State::Swapped => drop(self.swapped.insert(key)),
@@ -145,6 +127,20 @@ impl Scheduler {
             }
         }
         group.state = state;
+        self.groups[key.slot as usize] = Some(group);
+    }
+
+    fn dequeue(&mut self, key: Key, group: &mut Group) {
+        match group.state {
+            State::Waiting => drop(self.waiting.remove(&key)),
+            State::Swapped => drop(self.swapped.remove(&key)),
+            State::Running => {
+                if let Ok(at) = self.running.binary_search(&key) {
+                    self.running.remove(at);
+                }
+                self.num_reserved -= std::mem::take(&mut group.reserved);
+            }
+        }
     }
 
     /// Whether a request is alive.

@@ -1,5 +1,8 @@
 //! `pyvllm._core`: the only part of the crate that knows Python. `pyvllm/_core.pyi` documents it.
 
+// Signatures are Python's: PyO3 hands arguments over by value, and names are the parameters' own.
+#![allow(clippy::needless_pass_by_value, clippy::similar_names)]
+
 mod outputs;
 mod params;
 

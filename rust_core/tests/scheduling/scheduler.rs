@@ -2,7 +2,7 @@
 
 use pyvllm_core::commit::Sampled;
 use pyvllm_core::error::Error;
-use pyvllm_core::output::FinishReason;
+use pyvllm_core::output::{FinishReason, StopReason};
 use pyvllm_core::plan::{Header, Section};
 use pyvllm_core::request::{OutputKind, SamplingParams};
 use pyvllm_core::scheduler::{Policy, RequestOptions};
@@ -328,6 +328,22 @@ fn min_tokens_holds_back_every_kind_of_stop() {
     }
     engine.step_with(|row| if row == 0 { 0 } else { 7 });
     assert_eq!((engine.tokens("eos"), engine.tokens("stop id")), (vec![vec![0; 4]], vec![vec![7; 4]]));
+}
+
+#[test]
+fn b084_stop_strings_are_found_in_text_behind_min_tokens_only() {
+    let mut engine = Engine::with_text(config(16, 4));
+    let params = SamplingParams { min_tokens: 3, stop: vec!["ef".to_owned()], ..greedy(8) };
+    engine.add("x", prompt(1, 5), params);
+    // "efe" is made before, and its last letter is no beginning of a stop string behind it.
+    for token in [4, 5, 4, 5, 4] {
+        engine.step_with(|_| token);
+        assert!(engine.outputs.is_empty());
+    }
+    engine.step_with(|_| 5);
+    let completion = &engine.output("x").completions[0];
+    assert_eq!((&*completion.text, completion.token_ids.len()), ("efef", 6));
+    assert_eq!(completion.stop_reason, Some(StopReason::Text("ef".to_owned())));
 }
 
 #[test]

@@ -6,6 +6,9 @@ pub mod generate;
 pub mod model;
 pub mod scenario;
 
+use std::sync::Arc;
+
+use pyvllm_core::detokenizer::Vocabulary;
 use pyvllm_core::output::Output;
 use pyvllm_core::plan::StepPlan;
 use pyvllm_core::request::SamplingParams;
@@ -104,8 +107,17 @@ pub struct Engine {
 
 impl Engine {
     pub fn new(config: Config) -> Self {
+        Self::with_vocabulary(config, None)
+    }
+
+    /// With text: ids from 2 on are letters, see [`model::letter`].
+    pub fn with_text(config: Config) -> Self {
+        Self::with_vocabulary(config, Some(model::vocabulary().into()))
+    }
+
+    fn with_vocabulary(config: Config, vocabulary: Option<Arc<Vocabulary>>) -> Self {
         let device = Device::new(config.num_gpu_blocks, config.num_cpu_blocks, config.block_size);
-        let scheduler = Scheduler::new(config, None).unwrap();
+        let scheduler = Scheduler::new(config, vocabulary).unwrap();
         Self { scheduler, device, pending: std::collections::VecDeque::new(), outputs: Vec::new() }
     }
 

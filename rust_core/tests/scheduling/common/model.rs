@@ -2,6 +2,7 @@
 //!
 //! Also its solo runs, written down without any scheduler: what each request must say under every schedule.
 
+use pyvllm_core::detokenizer::Vocabulary;
 use pyvllm_core::output::{FinishReason, StopReason};
 use pyvllm_core::request::SamplingParams;
 
@@ -102,6 +103,12 @@ pub fn noise(seed: u64, position: usize) -> u64 {
 /// What a token adds to the text: ids 0 and 1 are special, the others are letters.
 pub fn letter(token: u32) -> Option<char> {
     (token >= 2).then(|| char::from(b'a' + token as u8))
+}
+
+/// The letters as a vocabulary.
+pub fn vocabulary() -> Vocabulary {
+    let tokens = (0..VOCAB).map(|id| letter(id).map_or("<special>".to_owned(), String::from));
+    Vocabulary::new(tokens, &[0, 1], &[], false)
 }
 
 /// What one sequence must say.

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use pyvllm_core::detokenizer::Vocabulary;
 use pyvllm_core::error::Error;
 use pyvllm_core::output::{Completion, FinishReason, LogprobTable, Output};
 use pyvllm_core::plan::{Header, StepPlan};
@@ -14,7 +13,7 @@ use super::Rng;
 use super::beam;
 use super::device::{Device, Results};
 use super::generate::{Arrival, random_arrivals, random_config};
-use super::model::{Asked, VOCAB, letter};
+use super::model::{Asked, vocabulary};
 
 /// What really happened, over many scenarios.
 #[derive(Clone, Copy, Debug, Default)]
@@ -86,10 +85,7 @@ pub fn run(seed: u64, mode: Mode, plant: impl FnOnce(&mut Scheduler)) -> Result<
     let config = random_config(&mut rng);
     let has_text = rng.percent(30);
     let arrivals = random_arrivals(&mut rng, &config, has_text);
-    let vocabulary = has_text.then(|| {
-        let tokens = (0..VOCAB).map(|id| letter(id).map_or("<special>".to_owned(), String::from));
-        Vocabulary::new(tokens, &[0, 1], &[], false).into()
-    });
+    let vocabulary = has_text.then(|| vocabulary().into());
     let device = Device::new(config.num_gpu_blocks, config.num_cpu_blocks, config.block_size);
     let mut scheduler = Scheduler::new(config.clone(), vocabulary).map_err(|error| error.to_string())?;
     plant(&mut scheduler);
