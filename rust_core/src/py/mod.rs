@@ -208,8 +208,7 @@ impl Scheduler {
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn add_request(
-        &mut self,
-        py: Python<'_>,
+        slf: &Bound<'_, Self>,
         request_id: &str,
         prompt_token_ids: &Bound<'_, PyAny>,
         params: &Bound<'_, PyAny>,
@@ -218,10 +217,13 @@ impl Scheduler {
         cache_salt: Option<String>,
         adapter_id: u64,
     ) -> PyResult<()> {
-        let ids = prompt_ids(prompt_token_ids, self.0.config.vocab_size)?;
+        // Reading Python objects may run Python code and let another thread in: the scheduler is not held meanwhile.
+        let vocab_size = slf.borrow().0.config.vocab_size;
+        let ids = prompt_ids(prompt_token_ids, vocab_size)?;
         let fields = params::extract(params)?;
         let options = RequestOptions { prompt, priority, cache_salt, adapter_id };
-        self.0.add_request(request_id, ids, fields, options).map_err(|error| to_py(py, error, Some(params)))
+        let added = slf.borrow_mut().0.add_request(request_id, ids, fields, options);
+        added.map_err(|error| to_py(slf.py(), error, Some(params)))
     }
 
     fn abort(&mut self, request_id: &str) -> bool {
