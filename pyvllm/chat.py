@@ -42,6 +42,8 @@ def choose_template(templates: Mapping[str, str], given: str | None, *, has_tool
 
     Raises ValueError saying what to do if there is none.
     """
+    if not isinstance(given, str | None):
+        raise ValueError(f"chat_template must be None or a string, got {given!r}")
     if given is not None:
         return templates[given] if given in templates else load_template(given)
     if has_tools and "tool_use" in templates:
@@ -100,6 +102,12 @@ def render_chat(
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt and continue_final_message exclude each other: set one to False")
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not isinstance(tools, list | tuple | None):
+        raise ValueError(f"tools must be None or a list of dicts, got {type(tools).__name__}")
+    if not isinstance(template_kwargs, Mapping | None):
+        raise ValueError(f"chat_template_kwargs must be None or a dict, got {type(template_kwargs).__name__}")
     variables = {**(special_tokens or {}), **(template_kwargs or {})}
     if reserved := sorted(_RESERVED & set(template_kwargs or {})):
         raise ValueError(f"chat_template_kwargs may not have {', '.join(reserved)}: arguments of their own, or none")

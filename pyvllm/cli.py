@@ -22,11 +22,16 @@ EXIT_ERROR = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 GENERATE_MAX_TOKENS = 256
+# Fields of SamplingParams without a flag: one seed is enough, the engine's, and what is printed is the text alone.
+_HIDDEN = ("max_tokens", "seed", "output_kind", "detokenize", "logprobs", "prompt_logprobs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit status is 0, 2 for bad input, 130 for Ctrl-C, 1 for other failures."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:
+        print("pyvllm: error: standard output is closed", file=sys.stderr)
+        return EXIT_ERROR
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # Text of a model may not fit the terminal's encoding.
@@ -89,8 +94,7 @@ def _add_command(
         default=max_tokens,
         help=f"most tokens to generate [default: {max_tokens or 'what the context has room for'}]",
     )
-    # One seed is enough here: the engine's.
-    add_field_arguments(group, SamplingParams, skip={"max_tokens", "seed", "output_kind", "detokenize"})
+    add_field_arguments(group, SamplingParams, skip=_HIDDEN)
     return parser
 
 
@@ -103,6 +107,8 @@ def _open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
     given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     SamplingParams(**given)  # Bad flags are found before the model is loaded.
     if args.model_name is not None:
+        if hasattr(args, "model"):
+            raise ValueError(f"two models are given, {args.model_name!r} and {args.model!r}")
         args.model = args.model_name
     if not hasattr(args, "model"):
         raise ValueError("a model must be given, as in: pyvllm generate MODEL -p TEXT")
@@ -132,14 +138,18 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt:
         return list(args.prompt)
     if args.file:
-        lines = args.file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = args.file.read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.file} is not UTF-8: {error}") from error
         prompts = [line for line in lines if line]
         if not prompts:
             raise ValueError(f"{args.file} holds no prompt")
         return prompts
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("a prompt must be given: -p TEXT, -f FILE, or on stdin")
-    return [sys.stdin.read()]
+    # `echo` ends what it writes with a line break that nobody means.
+    return [sys.stdin.read().removesuffix("\n")]
 
 
 class _OrderedPrinter:
@@ -195,6 +205,8 @@ def _converse(llm: LLM, history: list[Message], params: SamplingParams) -> None:
     """Question and answer until /exit or the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # Line editing in `input`.
+    if sys.stdin is None:
+        return
     terminal = sys.stdin.isatty()
     if terminal:
         print("Ctrl-C stops an answer, /exit or Ctrl-D leaves.", file=sys.stderr)

@@ -18,6 +18,11 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 4096
 MAX_SWAP_GIB = 1 << 20
+# Fields of EngineArgs that are text; in place of a path's text they take a path.
+_TEXTS = (
+    *("model", "tokenizer", "chat_template", "generation_config", "download_dir"),
+    *("revision", "tokenizer_revision"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +155,31 @@ class EngineArgs:
         for name, value in old.items():
             if value is not None:
                 warnings.warn(f"{name}={value!r} has no effect any more", FutureWarning, stacklevel=3)
+        self._check_texts()
         self._check_kinds()
         self._check_numbers()
         if self.max_model_len is not None:
             parse_length("max_model_len", self.max_model_len)
 
+    def _check_texts(self) -> None:
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, name, value)
+            required = name in ("model", "generation_config")
+            if (required or value is not None) and (not isinstance(value, str) or not value):
+                kind = "a folder, a file or a name" if name == "model" else "a string that is not empty"
+                raise ValueError(f"{name} must be {'' if required else 'None or '}{kind}, got {value!r}")
+        if not isinstance(self.hf_token, str | bool | None):
+            raise ValueError("hf_token must be None, True, False or a string")
+
     def _check_kinds(self) -> None:
-        if not isinstance(self.model, str | os.PathLike) or not str(self.model):
-            raise ValueError(f"model must be a folder, a file or a name, got {self.model!r}")
+        flags = {"bool": "True or False", "bool | None": "None, True or False"}
+        for item in fields(self):
+            value, expected = getattr(self, item.name), flags.get(str(item.type))
+            if expected and not isinstance(value, bool) and not (value is None and "None" in expected):
+                raise ValueError(f"{item.name} must be {expected}, got {value!r}")
         choices = {
             "dtype": Dtype,
             "load_format": LoadFormat,
@@ -173,11 +195,11 @@ class EngineArgs:
                 raise ValueError(f"{name} must be None or a dict, got {getattr(self, name)!r}")
 
     def _check_numbers(self) -> None:
-        required = {"block_size": (1, 128), "max_logprobs": (-1, None)}
+        required: dict[str, tuple[int, int | None]] = {"block_size": (1, 128), "max_logprobs": (-1, (1 << 31) - 1)}
         optional: dict[str, tuple[int, int | None]] = {
             "kv_cache_memory_bytes": (1, None),
             "num_gpu_blocks_override": (1, 1 << 31),
-            "max_num_seqs": (1, None),
+            "max_num_seqs": (1, (1 << 31) - 1),
             "seed": (0, (1 << 63) - 1),
             "max_num_batched_tokens": (1, (1 << 31) - 1),
         }
@@ -189,7 +211,7 @@ class EngineArgs:
                 span = f"of at least {low}" if high is None else f"from {low} to {high}"
                 raise ValueError(f"{name} must be an integer {span}, got {value!r}")
         swap = self.swap_space
-        if swap is not None and (isinstance(swap, bool) or not 0 <= swap <= MAX_SWAP_GIB):
+        if swap is not None and (type(swap) not in (int, float) or not 0 <= swap <= MAX_SWAP_GIB):
             raise ValueError(f"swap_space must be None or a number of GiB from 0 to {MAX_SWAP_GIB}, got {swap!r}")
 
     @classmethod

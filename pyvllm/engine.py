@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyvllm import _core
-from pyvllm.inputs import ParsedPrompt
+from pyvllm.inputs import ParsedPrompt, parse_priority
 from pyvllm.logging import StatsLog
+from pyvllm.logprobs import TokenText
 from pyvllm.sampling_params import SamplingParams, parameter_error
 
 if TYPE_CHECKING:
@@ -75,12 +77,21 @@ class Engine:
         """
         self.info = info
         self.tokenizer = tokenizer
+        self.token_text: TokenText | None = tokenizer.token_text if tokenizer else None
+        """Text of a token alone, None without a tokenizer."""
         self._runner = runner
         self._new_scheduler = new_scheduler
         self._scheduler = new_scheduler()
         self._run_ahead = run_ahead
         self._pending: Launched | None = None
+        self._pid = os.getpid()
         self._stats_log = stats_log
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ValueError` if the engine runs without one."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.tokenizer
 
     def encode(self, prompts: Sequence[ParsedPrompt]) -> list[list[int]]:
         """Token ids of prompts. Raises `ParameterError` for text if there is no tokenizer."""
@@ -109,7 +120,12 @@ class Engine:
                 raise parameter_error("prompt", "at least one token (there is no BOS token to start from)", prompt.text)
             token_ids = [bos]
         self._scheduler.add_request(
-            request_id, token_ids, params, prompt=prompt.text, priority=priority, cache_salt=prompt.cache_salt
+            request_id,
+            token_ids,
+            params,
+            prompt=prompt.text,
+            priority=parse_priority(priority),
+            cache_salt=prompt.cache_salt,
         )
 
     def abort(self, request_id: str) -> bool:
@@ -122,6 +138,9 @@ class Engine:
         If anything raises, an interrupt included, all requests are dropped and cached prefixes forgotten, so that the
         engine can go on with new ones, and the exception goes on.
         """
+        if os.getpid() != self._pid:
+            # Threads do not survive a fork: whatever waits for one waits for ever.
+            raise RuntimeError("this engine was made before a fork: make it in the process that uses it")
         try:
             outputs = self._step()
         except BaseException as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pyvllm.config import EngineArgs
+from pyvllm.json_file import read_object
 from pyvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("pyvllm")
@@ -38,13 +38,7 @@ def read_generation_config(args: EngineArgs, found: Mapping[str, Any] | None) ->
     path = path / "generation_config.json" if path.is_dir() else path
     if not path.is_file():
         raise FileNotFoundError(f"generation_config is {args.generation_config!r}: {path} is not a file")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, must hold an object")
-    return content
+    return read_object(path)
 
 
 def default_sampling_params(args: EngineArgs, config: Mapping[str, Any]) -> SamplingParams:

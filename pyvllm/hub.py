@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from pyvllm import gguf
 from pyvllm.config import LoadFormat, env
+from pyvllm.json_file import read_object
 
 logger = logging.getLogger("pyvllm")
 
@@ -97,10 +97,12 @@ def _read_model(name: str, path: Path) -> ModelFiles:
             choice = f"; name one of {', '.join(file.name for file in inside)}" if inside else ""
             raise FileNotFoundError(f"model {name!r}: {path} has no config.json{choice}")
         path = inside[0]
+    if not path.is_dir() and not path.is_file():
+        raise ValueError(f"model {name!r}: {path} is neither a folder nor a file")
     if path.is_dir():
-        config = _read_json(path / "config.json")
+        config = read_object(path / "config.json")
         generation = path / "generation_config.json"
-        generation_config = _read_json(generation) if generation.is_file() else None
+        generation_config = read_object(generation) if generation.is_file() else None
         return ModelFiles(name=name, path=path, config=config, generation_config=generation_config)
     file = gguf.read_gguf(path)
     return ModelFiles(
@@ -110,16 +112,6 @@ def _read_model(name: str, path: Path) -> ModelFiles:
         config=gguf.hf_config(file),
         generation_config=gguf.hf_generation_config(file),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, must hold an object")
-    return content
 
 
 def _download(

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from pyvllm.sampling_params import parameter_error
+from pyvllm.sampling_params import check_unicode, id_list, parameter_error
 
 
 class TextPrompt(TypedDict):
@@ -48,14 +48,20 @@ class ParsedPrompt:
 
 
 def is_single_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt and not a list of them. A list of integers is one, an empty list has none."""
+    """Whether this is one prompt and not a list of them. A list of integers is one, an empty list has none.
+
+    Raises `TypeError` for what is neither.
+    """
     if isinstance(prompts, str | Mapping):
         return True
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim == 1 and prompts.dtype != object
-    if not isinstance(prompts, Sequence):
+    values: object = prompts
+    if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview):  # an array or a tensor
+        values = prompts.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, bytes | bytearray | memoryview):
         raise TypeError(f"prompts must be str, token ids, a dict, or a list of these, got {type(prompts).__name__}")
-    return bool(len(prompts)) and not isinstance(prompts[0], str | Mapping | Sequence | np.ndarray)
+    if not len(values):
+        return False
+    return not isinstance(values[0], str | Mapping | Sequence) and not getattr(values[0], "ndim", 0)
 
 
 def parse_prompt(prompt: Prompt) -> ParsedPrompt:
@@ -65,10 +71,13 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     are not integers.
     """
     if isinstance(prompt, str):
+        check_unicode("prompt", prompt)
         return ParsedPrompt(text=prompt)
     if not isinstance(prompt, Mapping):
-        return ParsedPrompt(token_ids=token_id_list(prompt))
-    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise TypeError(f"a prompt must be str, token ids or a dict, got {type(prompt).__name__}")
+        return ParsedPrompt(token_ids=id_list("prompt_token_ids", prompt))
+    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids", "cache_salt")]
     if unknown:
         raise parameter_error("prompt", "a dict of prompt, prompt_token_ids, cache_salt", unknown)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -78,22 +87,33 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     for name, value in (("prompt", text), ("cache_salt", salt)):
         if not isinstance(value, str | None):
             raise parameter_error(name, "a string", value)
+        check_unicode(name, value or "")
     return ParsedPrompt(
-        text=text, token_ids=None if token_ids is None else token_id_list(token_ids), cache_salt=salt or None
+        text=text,
+        token_ids=None if token_ids is None else id_list("prompt_token_ids", token_ids),
+        cache_salt=salt or None,
     )
 
 
-def token_id_list(token_ids: object) -> list[int]:
-    """Token ids as a list of Python integers. Raises `ParameterError` for what is not an integer, bools included."""
-    if isinstance(token_ids, np.ndarray):
-        token_ids = token_ids.tolist()
-    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes | Mapping):
-        raise TypeError(f"a prompt must be str, token ids or a dict, got {type(token_ids).__name__}")
-    ids = list(token_ids)
-    for place, token_id in enumerate(ids):
-        if type(token_id) is int:
-            continue
-        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-            raise parameter_error("prompt_token_ids", "a list of integers", token_id)
-        ids[place] = operator.index(token_id)
-    return ids
+def priority_list(priorities: Iterable[int] | None, count: int) -> list[int]:
+    """One entry for each of `count` prompts, 0 for None. Raises `ParameterError` for another count and for no list."""
+    if priorities is None:
+        return [0] * count
+    expected = f"a list with an integer for each of {count} prompts"
+    if not isinstance(priorities, Iterable) or isinstance(priorities, str | bytes | Mapping):
+        raise parameter_error("priority", expected, priorities)
+    found = list(priorities)
+    if len(found) != count:
+        raise parameter_error("priority", expected, found)
+    return found
+
+
+def parse_priority(priority: object) -> int:
+    """Raises `ParameterError` for what is not a 64-bit integer."""
+    try:
+        value = operator.index(priority)  # type: ignore[arg-type]
+    except TypeError:
+        value = None
+    if value is None or isinstance(priority, bool) or not -(1 << 63) <= value < 1 << 63:
+        raise parameter_error("priority", "a 64-bit integer", priority)
+    return value

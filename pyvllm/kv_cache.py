@@ -64,6 +64,12 @@ class KVCache:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory, which the system provides page by page at the first write (`torch.zeros` writes all)."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    try:
+        memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:  # numpy's own limit is a ValueError
+        raise ValueError(
+            f"{num_bytes / (1 << 30):.1f} GiB of KV memory cannot be had: lower kv_cache_memory_bytes "
+            "(PYVLLM_CPU_KVCACHE_SPACE), num_gpu_blocks_override or swap_space"
+        ) from error
     start = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -6,12 +6,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, cast
 
 from pyvllm import _core
 from pyvllm.calls import Call, Calls, naming_prompt
 from pyvllm.config import EngineArgs
-from pyvllm.inputs import Prompt, TokensPrompt, is_single_prompt, parse_prompt
+from pyvllm.inputs import Prompt, TokensPrompt, is_single_prompt, parse_prompt, priority_list
 from pyvllm.outputs import BeamSearchOutput, Metric, RequestOutput, beam_search_output, request_output
 from pyvllm.progress import Progress
 from pyvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -128,7 +128,9 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of each prompt, best first."""
-        tokenizer = self.get_tokenizer() if self._live().engine.tokenizer else None
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+        tokenizer = self._live().engine.tokenizer
         found = []
         for output in self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm):
             text = output.prompt
@@ -177,7 +179,7 @@ class LLM:
         """
         tokenizer = self.get_tokenizer()
         given = chat_template or self._live().engine.info.chat_template
-        single = not messages or isinstance(messages[0], Mapping)
+        single = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         prompts = []
         for conversation in [messages] if single else messages:
             text = tokenizer.render_chat(
@@ -194,10 +196,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ValueError` if the engine runs without one."""
-        tokenizer = self._live().engine.tokenizer
-        if tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
-        return tokenizer
+        return self._live().engine.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests get that bring no parameters: the values of the model's generation_config.json, if any."""
@@ -227,6 +226,10 @@ class LLM:
         """Free the model; requests that are left are dropped. Any other use of this object raises from then on."""
         self._calls = None
         self._enqueued = []
+
+    def __reduce__(self) -> NoReturn:
+        """A model has memory of its own, which nothing copies."""
+        raise TypeError("an LLM cannot be copied or pickled: make it in the process that uses it")
 
     def __enter__(self) -> Self:
         return self
@@ -259,9 +262,7 @@ class LLM:
         params = _params_list(sampling_params, len(parsed), calls.engine.info.default_sampling_params)
         if final_only:
             params = _final_only(params)
-        if priority is not None and len(priority) != len(parsed):
-            raise ValueError(f"priority must have one entry for each of {len(parsed)} prompts, got {len(priority)}")
-        return calls.submit(parsed, params, priority or [0] * len(parsed), name_index=not single)
+        return calls.submit(parsed, params, priority_list(priority, len(parsed)), name_index=not single)
 
     def _finish(self, calls: Sequence[Call], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         """Run calls to their end: their outputs in the order of their prompts."""
@@ -275,8 +276,7 @@ class LLM:
         return [outputs[request_id] for call in calls for request_id in call.ids]
 
     def _request_output(self, output: _core.Output) -> RequestOutput:
-        tokenizer = self._live().engine.tokenizer
-        return request_output(output, tokenizer.token_text if tokenizer else None)
+        return request_output(output, self._live().engine.token_text)
 
 
 def _one_of(
@@ -291,6 +291,8 @@ def _one_of(
         return prompt_token_ids
     texts = [prompts] if isinstance(prompts, str) else prompts
     ids = [prompt_token_ids] if is_single_prompt(prompt_token_ids) else prompt_token_ids
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str | None) for text in texts):
+        raise ValueError("prompts must be text if there are prompt_token_ids too")
     if len(texts) != len(ids):
         raise ValueError(f"prompts has {len(texts)} entries, but prompt_token_ids has {len(ids)}")
     return [

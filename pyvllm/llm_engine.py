@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Self
 
 from pyvllm.config import EngineArgs
 from pyvllm.engine import Engine
-from pyvllm.inputs import Prompt, parse_prompt, token_id_list
+from pyvllm.inputs import Prompt, parse_prompt
 from pyvllm.logging import StatsLog, configure_logging
 from pyvllm.outputs import RequestOutput, request_output
-from pyvllm.sampling_params import SamplingParams
+from pyvllm.sampling_params import SamplingParams, check_unicode, id_list
 
 if TYPE_CHECKING:
     from pyvllm.tokenizer import Tokenizer
@@ -52,10 +53,13 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request_id).__name__}")
-        if isinstance(arrival_time, Sequence):
+        check_unicode("request_id", request_id)
+        if not isinstance(params, SamplingParams | None):
+            raise TypeError(f"params must be SamplingParams or None, got {type(params).__name__}")
+        if arrival_time is not None and not isinstance(arrival_time, int | float | Real):
             prompt_token_ids = arrival_time
         if prompt_token_ids is not None:
-            ids = token_id_list(prompt_token_ids)
+            ids = id_list("prompt_token_ids", prompt_token_ids)
             prompt = {"prompt_token_ids": ids, "prompt": prompt} if isinstance(prompt, str) else ids
         if prompt is None:
             raise ValueError("prompt must be given")
@@ -70,9 +74,7 @@ class LLMEngine:
 
         If it raises, all requests are dropped; the engine takes new ones.
         """
-        outputs = self._engine.step()
-        tokenizer = self._engine.tokenizer
-        return [request_output(output, tokenizer.token_text if tokenizer else None) for output in outputs]
+        return [request_output(output, self._engine.token_text) for output in self._engine.step()]
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Drop requests at once. Unknown ids are ignored."""
@@ -89,9 +91,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ValueError` if the engine runs without one."""
-        if self._engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
-        return self._engine.tokenizer
+        return self._engine.require_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests get that bring no parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from pyvllm.hub import ModelFiles, resolve_model
 from pyvllm.kernels import select
 from pyvllm.kv_cache import KVCache, block_bytes
 from pyvllm.logging import StatsLog
-from pyvllm.memory import PoolSizes, available_memory_bytes, cpu_pool_sizes
+from pyvllm.memory import GIB, PoolSizes, available_memory_bytes, cpu_pool_sizes
 from pyvllm.models import Decoder, ModelSpec, build_spec
 from pyvllm.runner import Runner
 from pyvllm.tokenizer import Tokenizer, load_tokenizer
@@ -140,8 +141,8 @@ def _load_runner(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
-    decoder = Decoder(spec, max_model_len=limits.max_model_len, dtype=dtype, device=device)
-    load_weights(spec, decoder.slots(), files, load_format=args.load_format)
+    decoder = _make_decoder(spec, limits, dtype, device)
+    load_weights(spec, decoder.slots(), files, load_format=args.load_format, progress=sys.stderr.isatty())
     kv_cache = KVCache(
         spec,
         num_blocks=pool_sizes.num_gpu_blocks,
@@ -162,6 +163,18 @@ def _load_runner(
         pool_sizes.num_gpu_blocks * args.block_size,
     )
     return Runner(decoder, kv_cache, kernels)
+
+
+def _make_decoder(spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder without its weights. Raises ValueError if they do not fit into memory."""
+    sizes = Decoder(spec, max_model_len=1, dtype=dtype, device=torch.device("meta")).slots().values()
+    needed, available = sum(slot.numel() for slot in sizes) * dtype.itemsize, available_memory_bytes()
+    if device.type == "cpu" and needed > available:
+        raise ValueError(
+            f"the weights take {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but only "
+            f"{available / GIB:.1f} GiB of memory are free"
+        )
+    return Decoder(spec, max_model_len=limits.max_model_len, dtype=dtype, device=device)
 
 
 def _scheduler_maker(

@@ -25,14 +25,17 @@ def configure_logging(default_level: str = "INFO") -> None:
         return
     path = env("LOGGING_CONFIG_PATH")
     if path:
-        logging.config.dictConfig(json.loads(Path(path).read_text()))
+        try:
+            logging.config.dictConfig(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # dictConfig's own are these
+            raise ValueError(f"PYVLLM_LOGGING_CONFIG_PATH={path}: no configuration of logging: {error}") from error
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s pyvllm: %(message)s", "%H:%M:%S"))
-    logger.addHandler(handler)
     level = (env("LOGGING_LEVEL") or default_level).upper()
     if level not in logging.getLevelNamesMapping():
         raise ValueError(f"PYVLLM_LOGGING_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s pyvllm: %(message)s", "%H:%M:%S"))
+    logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
 

@@ -12,6 +12,8 @@ from pyvllm.config import DEFAULT_MAX_NUM_SEQS, EngineArgs, env
 GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4
 DEFAULT_CPU_POOL_BYTES = 4 * GIB
+MAX_POOL_TOKENS = (1 << 31) - 1
+"""Slots travel in plans as int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,20 @@ def cpu_pool_sizes(args: EngineArgs, *, block_bytes: int, max_model_len: int, av
     """Pools on a CPU, see the docstrings of `kv_cache_memory_bytes` and `swap_space` in `EngineArgs`.
 
     `block_bytes`: KV of all layers for one block. `available_bytes`: memory that is free now. Raises `ValueError` if
-    the pool cannot hold a single block.
+    the pool cannot hold a single block, or if `num_gpu_blocks_override` asks for more than can be addressed.
     """
+    most_blocks = MAX_POOL_TOKENS // args.block_size
     num_blocks = args.num_gpu_blocks_override
     if num_blocks is None:
         name, pool_bytes = _cpu_pool_bytes(args, block_bytes, max_model_len, available_bytes)
-        num_blocks = min(pool_bytes // block_bytes, ((1 << 31) - 1) // args.block_size)
+        num_blocks = min(pool_bytes // block_bytes, most_blocks)
         if num_blocks < 1:
             raise ValueError(f"{name} must be at least {block_bytes} bytes, those of one block, got {pool_bytes}")
+    if num_blocks > most_blocks:
+        raise ValueError(
+            f"num_gpu_blocks_override must be at most {most_blocks} (blocks of {args.block_size} tokens), "
+            f"got {num_blocks}"
+        )
     if args.swap_space is None:
         num_swap_blocks = min(DEFAULT_SWAP_GIB * GIB // block_bytes, num_blocks)
     else:
@@ -72,8 +80,18 @@ def available_memory_bytes() -> int:
     limits = [_free_in_machine()]
     limit, used = _read_int("/sys/fs/cgroup/memory.max"), _read_int("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
-        limits.append(limit - used)
+        limits.append(limit - used + _droppable_file_cache())
     return max(0, min(limits))
+
+
+def _droppable_file_cache() -> int:
+    """Bytes of files (a model that was just downloaded) in the cgroup's use, which the system gives up on demand."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(maxsplit=1) for line in lines)
+    return sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def _free_in_machine() -> int:

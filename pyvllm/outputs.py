@@ -23,7 +23,7 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     """For each of `token_ids`: id -> `Logprob` of that token first, then of the most probable ones."""
     finish_reason: str | None = None
-    """`stop`, `length` or `abort`; None while running."""
+    """`stop` or `length`; None while running."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for end of sequence."""
 

@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, Self
+from typing import Any, Final, Literal, Self
+
+import numpy as np
 
 from pyvllm import _core
 from pyvllm._core import ParameterError
 
 __all__ = ["BeamSearchParams", "ParameterError", "RequestOutputKind", "SamplingParams"]
 
+MAX_N: Final = 16_384
+"""Most sequences one request may have."""
+
 
 def parameter_error(parameter: str, expected: str, value: object) -> ParameterError:
     """The error for a field that is not what it must be, worded as the core words them."""
-    error = ParameterError(f"{parameter} must be {expected}, got {value!r}")
+    shown = repr(value)
+    error = ParameterError(f"{parameter} must be {expected}, got {shown if len(shown) <= 200 else shown[:200] + '…'}")
     error.parameter, error.value = parameter, value
     return error
+
+
+def check_unicode(parameter: str, text: str) -> None:
+    """Raise `ParameterError` for a lone surrogate, which neither tokenizers nor the core take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        error = ParameterError(f"{parameter} has a lone surrogate at index {cause.start}: it is not Unicode")
+        error.parameter, error.value = parameter, text
+        raise error from None
+
+
+def id_list(parameter: str, ids: object) -> list[int]:
+    """Token ids from any iterable, array or tensor of integers, as a list.
+
+    Raises `ParameterError` for what is not an integer, bools included, and for text and bytes, which iterate too.
+    """
+    expected = "a list of integers"
+    if hasattr(ids, "tolist") and not isinstance(ids, memoryview):  # an array or a tensor
+        ids = ids.tolist()
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
+        raise parameter_error(parameter, expected, ids)
+    found: list[Any] = list(ids)
+    for place, token_id in enumerate(found):
+        if type(token_id) is int:
+            continue
+        # A tensor of one element has an index even if it is a list.
+        if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or np.ndim(token_id):
+            raise parameter_error(parameter, expected, token_id)
+        found[place] = operator.index(token_id)
+    return found
 
 
 class RequestOutputKind(IntEnum):
@@ -129,8 +168,10 @@ class SamplingParams:
             self.stop = []
         elif isinstance(self.stop, str):
             self.stop = [self.stop]
-        if self.stop_token_ids is None:
-            self.stop_token_ids = []
+        # What can be iterated only once would be empty when the request is added.
+        self.stop_token_ids = [] if self.stop_token_ids is None else id_list("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = id_list("allowed_token_ids", self.allowed_token_ids)
         _core.validate_params(self)
 
     def clone(self) -> Self:
@@ -175,7 +216,7 @@ class BeamSearchParams:
     stop: str | list[str] | None = None
     """Strings that end a beam."""
 
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] | None = None
     """Token ids that end a beam."""
 
     num_return_sequences: int | None = None
@@ -186,14 +227,17 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         """Validate what has another name, or another range, in `SamplingParams`; that checks the rest."""
-        if type(self.beam_width) is not int or self.beam_width < 1:
-            raise parameter_error("beam_width", "an integer of at least 1", self.beam_width)
+        if type(self.beam_width) is not int or not 1 <= self.beam_width <= MAX_N:
+            raise parameter_error("beam_width", f"an integer from 1 to {MAX_N}", self.beam_width)
         count = self.num_return_sequences
         if count is not None and (type(count) is not int or not 1 <= count <= self.beam_width):
             expected = f"None or an integer from 1 to beam_width ({self.beam_width})"
             raise parameter_error("num_return_sequences", expected, count)
         if self.temperature != 0:
             raise parameter_error("temperature", "0 in a beam search", self.temperature)
+        self.stop_token_ids = [] if self.stop_token_ids is None else id_list("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = id_list("allowed_token_ids", self.allowed_token_ids)
         self.to_sampling_params()
 
     def to_sampling_params(self) -> SamplingParams:
@@ -208,11 +252,11 @@ class BeamSearchParams:
             early_stopping=self.early_stopping if beams else False,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            stop=copy.copy(self.stop),
-            stop_token_ids=list(self.stop_token_ids),
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
-            allowed_token_ids=copy.copy(self.allowed_token_ids),
+            allowed_token_ids=self.allowed_token_ids,
             logprobs=self.logprobs if beams or self.logprobs is not None else 0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

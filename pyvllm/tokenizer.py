@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from tokenizers import AddedToken
 from pyvllm.chat import choose_template, render_chat
 from pyvllm.gguf import GgufFile, read_gguf
 from pyvllm.gguf_tokenizer import build_gguf_tokenizer
+from pyvllm.json_file import read_object
 from pyvllm.vocabulary import VocabularyTable, vocabulary_table
 
 _NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -214,22 +214,11 @@ def _settings(folder: Path) -> dict[str, Any]:
 
     Of `add_bos_token` and `add_eos_token` nothing is made: what is added to a text is as tokenizer.json has it.
     """
-    settings = _read_object(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in settings:
-        settings |= _read_object(folder / "special_tokens_map.json")
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if "added_tokens_decoder" not in settings and (folder / name).is_file():
+            settings |= read_object(folder / name)
     return settings
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, must hold an object")
-    return content
 
 
 def _content(token: object) -> str | None:
@@ -271,4 +260,5 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(inside, str):
         return {"default": inside}
     named = inside if isinstance(inside, list) else []
-    return {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= entry.keys()}
+    entries = [entry for entry in named if isinstance(entry, dict) and {"name", "template"} <= entry.keys()]
+    return {entry["name"]: entry["template"] for entry in entries}

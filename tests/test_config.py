@@ -46,14 +46,16 @@ def test_bad_lengths_are_refused(value: object) -> None:
         ("scheduling_policy", "lifo", r"scheduling_policy must be one of fcfs, priority, got 'lifo'"),
         ("block_size", 0, r"block_size must be an integer from 1 to \d+, got 0"),
         ("block_size", None, r"block_size must be .* got None"),
-        ("max_num_seqs", 0, r"max_num_seqs must be an integer of at least 1, got 0"),
-        ("max_num_seqs", True, r"max_num_seqs must be an integer of at least 1, got True"),
+        ("max_num_seqs", 0, r"max_num_seqs must be an integer from 1 .* got 0"),
+        ("max_num_seqs", True, r"max_num_seqs must be an integer from 1 .* got True"),
+        ("max_num_seqs", 1 << 31, r"max_num_seqs must be an integer from 1 to 2147483647, got 2147483648"),
+        ("swap_space", "4", r"swap_space must be None or a number of GiB .* got '4'"),
         ("max_num_batched_tokens", 0, r"max_num_batched_tokens must be an integer from 1 to \d+, got 0"),
         ("kv_cache_memory_bytes", 0, r"kv_cache_memory_bytes must be an integer of at least 1, got 0"),
         ("num_gpu_blocks_override", -1, r"num_gpu_blocks_override must be an integer from 1 .* got -1"),
         ("swap_space", -1, r"swap_space must be None or a number of GiB from 0 .* got -1"),
         ("swap_space", float("nan"), r"swap_space must be .* got nan"),
-        ("max_logprobs", -2, r"max_logprobs must be an integer of at least -1, got -2"),
+        ("max_logprobs", -2, r"max_logprobs must be an integer from -1 to 2147483647, got -2"),
         ("hf_overrides", [1], r"hf_overrides must be None or a dict, got \[1\]"),
     ],
 )
@@ -185,6 +187,13 @@ def test_pool_sizes_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool(engine_args(kv_cache_memory_bytes=3 << 20)) == (3, 3)
     assert pool(engine_args(kv_cache_memory_bytes=3 << 20, swap_space=1)) == (3, 1024)
     assert pool(engine_args(num_gpu_blocks_override=7, swap_space=0)) == (7, 0)
+
+
+def test_more_slots_than_int32_has_are_refused() -> None:
+    most = ((1 << 31) - 1) // 16
+    assert pool(engine_args(num_gpu_blocks_override=most, block_size=16, swap_space=0)) == (most, 0)
+    with pytest.raises(ValueError, match=rf"num_gpu_blocks_override must be at most {most} .* got {most + 1}"):
+        pool(engine_args(num_gpu_blocks_override=most + 1, block_size=16))
 
 
 def test_pool_too_small_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ tokens of a chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -147,7 +149,7 @@ def _decode_groups(step: StepView, attention: Attention, kv_layer: Tensor) -> li
     num_blocks = (seq_lens + block_size - 1) // block_size - first_block
     start = step.block_table_offsets[: step.num_decodes].long() + first_block
     groups = []
-    for rows in _similar(num_blocks.tolist(), num_kv_heads * block_size * head_dim):
+    for rows in _similar(num_blocks, num_kv_heads * block_size * head_dim):
         lens, first, count, begin = (
             (x if rows is None else x[rows]) for x in (seq_lens, first_block, num_blocks, start)
         )
@@ -170,21 +172,29 @@ def _decode_groups(step: StepView, attention: Attention, kv_layer: Tensor) -> li
     return groups
 
 
-def _similar(num_blocks: list[int], block_elements: int) -> list[Tensor | None]:
+def _similar(num_blocks: Tensor, block_elements: int) -> list[Tensor | None]:
     """Split sequences by length so that padding never costs more than splitting, and at most about doubles the work.
 
-    `block_elements`: elements of the keys of one block. Returns the sequences of each group; None: all in one.
+    `num_blocks` [b] int64. `block_elements`: elements of the keys of one block. Returns the sequences of each group,
+    the longest first; None: all in one.
     """
-    order = sorted(range(len(num_blocks)), key=lambda i: -num_blocks[i])
-    groups, begin = [], 0
-    for i, sequence in enumerate(order):
-        longest, here = num_blocks[order[begin]], num_blocks[sequence]
-        saved = (len(order) - i) * (longest - here) * block_elements
-        if 2 * here <= longest and saved > _GROUP_COST:
-            groups.append(order[begin:i])
-            begin = i
-    groups.append(order[begin:])
-    return [None] if len(groups) == 1 else [torch.tensor(group) for group in groups]
+    lens = num_blocks.numpy()  # small arrays cost numpy less
+    longest, shortest, count = lens.max(), lens.min(), len(lens)
+    if 2 * shortest > longest or count * (longest - shortest) * block_elements <= _GROUP_COST:
+        return [None]
+    order = np.argsort(-lens, kind="stable")
+    lens, followers = lens[order], count - np.arange(count)
+    bounds = [0]
+    while True:
+        longest = lens[bounds[-1]]
+        splits = (2 * lens <= longest) & (followers * (longest - lens) * block_elements > _GROUP_COST)
+        first = int(splits.argmax())
+        if not splits[first]:
+            break
+        bounds.append(first)
+    if len(bounds) == 1:
+        return [None]
+    return [torch.from_numpy(order[begin:end]) for begin, end in pairwise([*bounds, count])]
 
 
 def _chunks(step: StepView, attention: Attention, kv_layer: Tensor) -> list[Chunk]:

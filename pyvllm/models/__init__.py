@@ -31,7 +31,9 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     if config.get("quantization_config"):
         raise ValueError(f"config field quantization_config is {config['quantization_config']!r}, supported: none")
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"config field architectures is {architectures!r}, must be a list of names")
     for architecture in architectures:
-        if architecture in ARCHITECTURES:
+        if isinstance(architecture, str) and architecture in ARCHITECTURES:
             return ARCHITECTURES[architecture](config)
     raise ValueError(f"config field architectures is {architectures!r}, supported: {', '.join(ARCHITECTURES)}")

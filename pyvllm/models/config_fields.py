@@ -12,11 +12,11 @@ from pyvllm.layers.rope import ROPE_TYPES, RopeSpec
 _MISSING = object()
 
 
-def integer(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> int:
-    """A field that is a whole number of at least 1; `default` if it is absent or null."""
+def integer(config: Mapping[str, Any], name: str, default: Any = _MISSING, *, most: int = (1 << 31) - 1) -> int:
+    """A field that is a whole number from 1 to `most`; `default` if it is absent or null."""
     value = _get(config, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config field {name} is {value!r}, must be a whole number >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"config field {name} is {value!r}, must be a whole number >= 1 and <= {most}")
     return value
 
 
@@ -39,7 +39,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
 def choice(config: Mapping[str, Any], name: str, allowed: Collection[str], default: Any = _MISSING) -> str:
     """A field that is one of a few words; `default` if it is absent or null."""
     value = _get(config, name, default)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"config field {name} is {value!r}, supported: {', '.join(allowed)}")
     return str(value)
 
@@ -69,8 +69,8 @@ def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: i
         raise ValueError(f"config fields head_dim and partial_rotary_factor rotate {dim} of {head_dim} dimensions")
     trained_len = max_position_embeddings
     if rope_type in ("llama3", "yarn"):
-        stored = config.get("original_max_position_embeddings")
-        trained_len = stored or integer(fields, "original_max_position_embeddings", max_position_embeddings)
+        name = "original_max_position_embeddings"
+        trained_len = integer(config, name, integer(fields, name, max_position_embeddings))
     spec = RopeSpec(rope_type=rope_type, theta=number(fields, "rope_theta", 10000.0), dim=dim, trained_len=trained_len)
     if rope_type == "default":
         return spec

@@ -34,6 +34,9 @@ struct Engine {
     num_sequences: usize,
     num_requests: usize,
     steps_left: usize,
+    /// What the sampler returns, one for each row.
+    tokens: Vec<i32>,
+    logprobs: Vec<f32>,
 }
 
 fn params(max_tokens: usize) -> SamplingParams {
@@ -69,7 +72,15 @@ impl Engine {
             seed: 0,
         };
         let scheduler = Scheduler::new(config, None).expect("the configuration is valid");
-        let mut engine = Self { scheduler, kind, num_sequences, num_requests: 0, steps_left: NUM_STEPS - 1 };
+        let mut engine = Self {
+            scheduler,
+            kind,
+            num_sequences,
+            num_requests: 0,
+            steps_left: NUM_STEPS - 1,
+            tokens: vec![7; num_sequences + 1],
+            logprobs: vec![0.0; num_sequences + 1],
+        };
         for i in 0..num_sequences {
             // Sequences that run out of memory end one after the other.
             let output = if kind == Kind::Preempting { NUM_STEPS / 2 + i % (NUM_STEPS / 2) } else { NUM_STEPS };
@@ -87,21 +98,19 @@ impl Engine {
         self.scheduler.add_request(&id, prompt, params(max_tokens), options).expect("the request is valid");
     }
 
-    fn commit(&mut self, plan: &StepPlan, tokens: &[i32], logprobs: &[f32]) {
+    fn commit(&mut self, plan: &StepPlan) {
         let rows = plan.header(Header::NumRows) as usize;
-        let sampled =
-            Sampled { token_ids: &tokens[..rows], logprobs: &logprobs[..rows], sample_table: None, prompt_table: None };
+        let (token_ids, logprobs) = (&self.tokens[..rows], &self.logprobs[..rows]);
+        let sampled = Sampled { token_ids, logprobs, sample_table: None, prompt_table: None };
         black_box(self.scheduler.commit(plan.step, sampled).expect("the step is the oldest one"));
     }
 
     /// Time of one step, in `schedule` and in `commit`.
     fn step(&mut self) -> [Duration; 2] {
-        let tokens = vec![7; self.num_sequences + 1];
-        let logprobs = vec![0.0; self.num_sequences + 1];
         let start = Instant::now();
         let plan = black_box(self.scheduler.schedule().expect("there is work to do"));
         let scheduled = Instant::now();
-        self.commit(&plan, &tokens, &logprobs);
+        self.commit(&plan);
         [scheduled - start, scheduled.elapsed()]
     }
 
@@ -112,6 +121,7 @@ impl Engine {
             self.steps_left -= 1;
             let few = self.scheduler.num_unfinished() < self.num_sequences.div_ceil(2);
             if self.steps_left == 0 || few {
+                eprintln!("{:?}", self.scheduler.stats());
                 *self = Self::new(self.kind, self.num_sequences);
             }
             if self.kind == Kind::Mixed {

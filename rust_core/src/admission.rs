@@ -90,9 +90,41 @@ impl Scheduler {
             );
             return Err(Error::parameter("min_tokens", message));
         }
+        self.check_min_tokens(params)?;
         let max_output = params.max_tokens.map_or(room, |max| room.min(max as usize));
         self.check_fits(prompt.len(), max_output, params)?;
         Ok(max_output)
+    }
+
+    /// Whether a token is left to generate while those that end the text are masked.
+    fn check_min_tokens(&self, params: &SamplingParams) -> Result<()> {
+        if params.min_tokens == 0 {
+            return Ok(());
+        }
+        let banned: HashSet<u32> = self.stop_tokens(params).into_iter().map(|(id, _)| id).collect();
+        let left = match &params.allowed_token_ids {
+            Some(allowed) => allowed.iter().any(|&id| !banned.contains(&(id as u32))),
+            None => banned.len() < self.config.vocab_size,
+        };
+        if left {
+            return Ok(());
+        }
+        let message = format!(
+            "min_tokens must be 0 when every token that may be generated ends the text (end of sequence and \
+             stop_token_ids), got {}",
+            params.min_tokens
+        );
+        Err(Error::parameter("min_tokens", message))
+    }
+
+    /// Tokens that end the text, and whether the output names them. The tokenizer's own end of sequence comes first.
+    fn stop_tokens(&self, params: &SamplingParams) -> Vec<(u32, bool)> {
+        let eos = self.config.eos_token_ids.iter().enumerate().map(|(i, &id)| (id, i > 0));
+        // A tokenizer may name an end of sequence that the model has no logit for.
+        let eos = eos.filter(|&(id, _)| !params.ignore_eos && (id as usize) < self.config.vocab_size);
+        let stop_ids = params.stop_token_ids.iter().map(|&id| (id as u32, true));
+        let mut known = HashSet::new();
+        eos.chain(stop_ids).filter(|&(id, _)| known.insert(id)).collect()
     }
 
     /// Whether the request could run if it were alone.
@@ -132,12 +164,7 @@ impl Scheduler {
         options: RequestOptions,
         max_output: usize,
     ) -> Request {
-        let eos = self.config.eos_token_ids.iter().enumerate().map(|(i, &id)| (id, i > 0));
-        // A tokenizer may name an end of sequence that the model has no logit for.
-        let eos = eos.filter(|&(id, _)| !params.ignore_eos && (id as usize) < self.config.vocab_size);
-        let stop_ids = params.stop_token_ids.iter().map(|&id| (id as u32, true));
-        let mut known = HashSet::new();
-        let stop_tokens: Vec<(u32, bool)> = eos.chain(stop_ids).filter(|&(id, _)| known.insert(id)).collect();
+        let stop_tokens = self.stop_tokens(&params);
         let num_candidates = if params.use_beam_search {
             let candidates = params.width() * (1 + stop_tokens.len()).max(2);
             candidates.min(self.config.vocab_size)

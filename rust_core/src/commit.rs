@@ -241,7 +241,7 @@ fn completions(group: &mut Group) -> Vec<Completion> {
         text: history.visible_text(request).to_owned(),
         token_ids: history.output.clone(),
         cumulative_logprob: wants_logprobs.then_some(history.cumulative_logprob),
-        logprobs: history.logprobs.clone(),
+        logprobs: history.logprobs.as_deref().cloned(),
         finish_reason: history.finish.as_ref().map(|(reason, _)| *reason),
         stop_reason: history.finish.as_ref().and_then(|(_, stop)| stop.clone()),
     };

@@ -63,7 +63,11 @@ pub struct Config {
 const MAX: usize = i32::MAX as usize;
 
 fn within(name: &str, value: usize, low: usize, high: usize) -> Result<()> {
-    if (low..=high).contains(&value) { Ok(()) } else { Err(Error::range(name, &format!("from {low} to {high}"), value)) }
+    if (low..=high).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::range(name, &format!("from {low} to {high}"), value))
+    }
 }
 
 impl Config {

@@ -204,7 +204,8 @@ impl SamplingParams {
         let unit = (self.length_penalty - 1.0).abs() < f64::EPSILON;
         check(unit, "length_penalty", "1 without use_beam_search", self.length_penalty)?;
         let default = self.early_stopping == EarlyStopping::Heuristic;
-        check(default, "early_stopping", "False without use_beam_search", format!("{:?}", self.early_stopping))?;
+        let given = if self.early_stopping == EarlyStopping::Always { "True" } else { "\"never\"" };
+        check(default, "early_stopping", "False without use_beam_search", given)?;
         if self.width() > self.n as usize && self.output_kind == OutputKind::Delta {
             let message = format!(
                 "best_of ({}) above n ({}) cannot stream: which sequences are best is known only at the end",

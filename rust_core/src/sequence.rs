@@ -78,13 +78,13 @@ pub struct History {
     /// Sum of their log-probabilities, if the request wants any.
     pub cumulative_logprob: f32,
     /// One row for each of them, if the request wants any.
-    pub logprobs: Option<LogprobTable>,
+    pub logprobs: Option<Box<LogprobTable>>,
     /// Text of the generated tokens; cut at a stop string.
     pub text: String,
     /// Set once ended.
     pub finish: Option<Finish>,
     /// Counts of generated tokens, if a penalty needs them.
-    pub counts: Option<TokenCounts>,
+    pub counts: Option<Box<TokenCounts>>,
     detokenizer: Option<Detokenizer>,
     /// Stop strings are looked for from this byte of the text on (behind `min_tokens`).
     stop_floor: usize,
@@ -99,8 +99,8 @@ impl History {
             .map(|vocabulary| Detokenizer::new(vocabulary, &request.prompt, params.skip_special_tokens));
         let width = 1 + request.row_params[RowParam::NumLogprobs as usize].max(0) as usize;
         Self {
-            logprobs: params.logprobs.map(|_| LogprobTable::new(width)),
-            counts: params.has_penalties().then(TokenCounts::default),
+            logprobs: params.logprobs.map(|_| LogprobTable::new(width).into()),
+            counts: params.has_penalties().then(Box::default),
             detokenizer,
             ..Self::default()
         }

@@ -30,6 +30,9 @@ _HEAD_NORM_NAMES: Final = (
     ("layers.N.self_attn.k_norm", "layers.N.k_norm"),
 )
 
+# Far beyond any model: a corrupt number must not fill the memory with layers.
+_MOST_LAYERS = 10_000
+
 
 def llama(config: Mapping[str, Any]) -> ModelSpec:
     """LLaMA 1 to 3, SmolLM2, and Yi with its own architecture name or without."""
@@ -93,7 +96,7 @@ def _base(config: Mapping[str, Any], *, max_position_embeddings: int) -> ModelSp
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_len,
-        windows=(None,) * integer(config, "num_hidden_layers"),
+        windows=(None,) * integer(config, "num_hidden_layers", most=_MOST_LAYERS),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope(config, head_dim=head_dim, max_position_embeddings=max_len),
         activation=choice(config, "hidden_act", ACTIVATIONS, "silu"),
@@ -111,11 +114,12 @@ def _qwen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
     window = _window({"sliding_window": 4096} | dict(config)) if flag(config, "use_sliding_window") else None
     layer_types = config.get("layer_types")
     if layer_types is None:
-        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+        first = config.get("max_window_layers")
+        first = 28 if first is None else first
+        if type(first) is not int:
+            raise ValueError(f"config field max_window_layers is {first!r}, must be a whole number")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise ValueError(
-            f"config field layer_types has {len(layer_types)} entries, must have {num_layers}, one a layer"
-        )
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ValueError(f"config field layer_types is {layer_types!r}, must have {num_layers} entries, one a layer")
     kinds = {"full_attention": None, "sliding_attention": window}
     return tuple(kinds[choice({"layer_types": kind}, "layer_types", kinds)] for kind in layer_types)

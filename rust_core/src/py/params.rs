@@ -69,7 +69,7 @@ impl<'py> Fields<'_, 'py> {
         if let Ok(text) = value.cast::<PyString>() {
             return Ok(vec![text.to_string()]);
         }
-        value.extract().map_err(|_| Self::wrong("stop", "a string or a list of strings", &value))
+        value.extract().map_err(|_| Self::wrong("stop", "a string or a list of strings, all of them Unicode", &value))
     }
 
     fn logit_bias(&self) -> PyResult<Vec<(i64, f64)>> {
