@@ -53,9 +53,11 @@ impl Engine {
     /// All sequences have their prompts computed.
     fn new(kind: Kind, num_sequences: usize) -> Self {
         let blocks = (NUM_TOKENS + NUM_STEPS).div_ceil(BLOCK_SIZE) + 1;
-        let spare = if kind == Kind::Preempting { num_sequences / 8 + 16 } else { num_sequences * blocks };
+        let prompts = num_sequences * NUM_TOKENS / BLOCK_SIZE;
+        // Room for an eighth of the blocks that come next, or for all there will ever be.
+        let spare = if kind == Kind::Preempting { num_sequences / 8 } else { (num_sequences + 2) * blocks };
         let config = Config {
-            num_gpu_blocks: num_sequences * (NUM_TOKENS / BLOCK_SIZE) + spare + 2 * blocks,
+            num_gpu_blocks: prompts + spare,
             num_cpu_blocks: num_sequences * blocks,
             block_size: BLOCK_SIZE,
             max_num_seqs: num_sequences + 1,
@@ -82,8 +84,9 @@ impl Engine {
             logprobs: vec![0.0; num_sequences + 1],
         };
         for i in 0..num_sequences {
-            // Sequences that run out of memory end one after the other.
-            let output = if kind == Kind::Preempting { NUM_STEPS / 2 + i % (NUM_STEPS / 2) } else { NUM_STEPS };
+            // Where memory is short, one sequence of eight ends early and lets others come back.
+            let early = kind == Kind::Preempting && i % 8 == 1;
+            let output = if early { NUM_STEPS / 4 + i % (NUM_STEPS / 2) } else { NUM_STEPS };
             engine.add(NUM_TOKENS - 1, output);
         }
         engine.step();
@@ -93,7 +96,7 @@ impl Engine {
     fn add(&mut self, len: usize, max_tokens: usize) {
         let first = self.num_requests;
         self.num_requests += 1;
-        let prompt = (0..len).map(|i| (3 + (first * 31 + i * 7) % 31_000) as u32).collect();
+        let prompt = (0..len).map(|i| (3 + (first * 1_009 + i * 7) % 31_000) as u32).collect();
         let (id, options) = (first.to_string(), RequestOptions::default());
         self.scheduler.add_request(&id, prompt, params(max_tokens), options).expect("the request is valid");
     }
@@ -121,7 +124,6 @@ impl Engine {
             self.steps_left -= 1;
             let few = self.scheduler.num_unfinished() < self.num_sequences.div_ceil(2);
             if self.steps_left == 0 || few {
-                eprintln!("{:?}", self.scheduler.stats());
                 *self = Self::new(self.kind, self.num_sequences);
             }
             if self.kind == Kind::Mixed {

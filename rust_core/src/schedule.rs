@@ -54,8 +54,10 @@ impl Scheduler {
         let mut at = 0;
         while at < self.running.len() && *budget > 0 {
             let key = self.running[at];
-            self.wants(key.slot, *budget, &mut wants);
-            while self.blocks_needed(key.slot, &wants) > self.blocks.num_free() {
+            let Some(group) = self.groups[key.slot as usize].as_deref() else { return preempted };
+            self.wants(group, *budget, &mut wants);
+            let needed = self.blocks_needed(group, &wants);
+            while needed > self.blocks.num_free() {
                 let Some(victim) = self.running.last().copied() else { break };
                 self.preempt(victim, draft);
                 preempted = true;
@@ -70,9 +72,8 @@ impl Scheduler {
     }
 
     /// What a running group would compute, within `budget` tokens.
-    fn wants(&self, slot: u32, budget: usize, wants: &mut Vec<Want>) {
+    fn wants(&self, group: &Group, budget: usize, wants: &mut Vec<Want>) {
         wants.clear();
-        let Some(group) = self.groups[slot as usize].as_deref() else { return };
         let prompt_len = group.prompt_len();
         if !group.forked {
             let root = group.live().next();
@@ -126,8 +127,7 @@ impl Scheduler {
 
     /// Free blocks that computing `wants` takes: new ones, and copies of shared tails. Of a tail's holders the last
     /// writes in place, if all of them write.
-    fn blocks_needed(&self, slot: u32, wants: &[Want]) -> usize {
-        let Some(group) = self.groups[slot as usize].as_deref() else { return 0 };
+    fn blocks_needed(&self, group: &Group, wants: &[Want]) -> usize {
         let block_size = self.config.block_size;
         let mut needed = 0;
         let mut shared: Vec<BlockId> = Vec::new();
@@ -276,21 +276,22 @@ impl Scheduler {
             let fits = distinct + reserve <= self.blocks.num_free()
                 && self.num_reserved + group.reservation() <= self.config.max_num_seqs
                 && !group.has_in_flight();
+            let (mut wants, mut needed) = (Vec::new(), 0);
             if fits {
                 let live = group.sequences.iter_mut().filter(|sequence| sequence.is_live());
                 let mut tables: Vec<_> = live.map(|sequence| &mut sequence.table).collect();
                 self.blocks.swap_in(&mut tables, &mut draft.swap_in);
                 // The blocks are new ones: offer them to the cache from the first again.
                 group.sequences.iter_mut().for_each(|sequence| sequence.num_published = 0);
+                self.wants(&group, *budget, &mut wants);
+                needed = self.blocks_needed(&group, &wants);
             }
             self.groups[key.slot as usize] = Some(group);
             if !fits {
                 return;
             }
             self.requeue(key, State::Running);
-            let mut wants = Vec::new();
-            self.wants(key.slot, *budget, &mut wants);
-            if self.blocks_needed(key.slot, &wants) <= self.blocks.num_free() {
+            if needed <= self.blocks.num_free() {
                 self.place(key.slot, &wants, draft, budget);
             }
         }

@@ -12,5 +12,6 @@ mod plan;
 mod preemption;
 mod prefix_cache;
 mod properties;
+mod protocol;
 mod scheduler;
 mod validation;

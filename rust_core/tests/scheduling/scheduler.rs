@@ -1,10 +1,9 @@
-//! Admission, budgets, abort, the step protocol: cases from the field.
+//! Admission, budgets, abort: cases from the field.
 
-use pyvllm_core::commit::Sampled;
 use pyvllm_core::error::Error;
 use pyvllm_core::output::{FinishReason, StopReason};
-use pyvllm_core::plan::{Header, Section};
-use pyvllm_core::request::{OutputKind, SamplingParams};
+use pyvllm_core::plan::Header;
+use pyvllm_core::request::SamplingParams;
 use pyvllm_core::scheduler::{Policy, RequestOptions};
 use pyvllm_core::{Config, Scheduler};
 
@@ -242,6 +241,27 @@ fn prompts_that_cannot_be_computed_are_refused() {
 }
 
 #[test]
+fn b065_min_tokens_must_leave_a_token_to_generate() {
+    let mut engine = Engine::new(config(8, 4));
+    let only_eos = SamplingParams {
+        min_tokens: 1,
+        ignore_eos: false,
+        allowed_token_ids: Some(vec![0, 7]),
+        stop_token_ids: vec![7],
+        ..greedy(5)
+    };
+    let (parameter, message) = refusal(&mut engine, prompt(1, 3), only_eos.clone());
+    assert!(parameter == "min_tokens" && message.contains("got 1"), "{message}");
+    let all = (1..20).collect();
+    let nothing_left = SamplingParams { stop_token_ids: all, allowed_token_ids: None, ..only_eos.clone() };
+    assert_eq!(refusal(&mut engine, prompt(1, 3), nothing_left).0, "min_tokens");
+    let one_left = SamplingParams { stop_token_ids: Vec::new(), ..only_eos };
+    engine.add("x", prompt(1, 3), one_left);
+    engine.drain(10);
+    assert_eq!(engine.tokens("x")[0][0], 7);
+}
+
+#[test]
 fn budget_and_sequence_limits_hold_in_every_step() {
     let mut config = config(64, 4);
     config.max_num_seqs = 3;
@@ -277,46 +297,6 @@ fn priority_goes_before_arrival() {
 }
 
 #[test]
-fn at_most_two_steps_are_outstanding_and_commits_come_in_order() {
-    let mut engine = Engine::new(config(16, 4));
-    engine.add("x", prompt(1, 5), greedy(6));
-    let first = engine.launch().unwrap();
-    let second = engine.launch().unwrap();
-    assert_eq!((first.step, second.step), (0, 1));
-    assert_eq!(second.section(Section::TokenIds), [-1]);
-    assert!(engine.scheduler.schedule().is_none());
-    let empty = Sampled { token_ids: &[7], logprobs: &[0.0], sample_table: None, prompt_table: None };
-    assert!(matches!(engine.scheduler.commit(1, empty), Err(Error::Internal(_))));
-    engine.commit();
-    engine.commit();
-    assert!(matches!(engine.scheduler.commit(2, empty), Err(Error::Internal(_))));
-    engine.drain(10);
-    assert_eq!(engine.tokens("x"), solo(&prompt(1, 5), &greedy(6)));
-}
-
-#[test]
-fn results_of_a_wrong_shape_are_an_error_and_change_nothing() {
-    let mut engine = Engine::new(config(16, 4));
-    engine.add("x", prompt(1, 5), SamplingParams { logprobs: Some(1), ..greedy(2) });
-    engine.launch().unwrap();
-    let table = engine.pending[0].sample_table.clone();
-    let table = table.as_ref();
-    for (token_ids, logprobs, sample_table) in [
-        (&[1, 2][..], &[0.0][..], table),
-        (&[1], &[], table),
-        (&[1], &[0.0], None),
-        (&[-1], &[0.0], table),
-        (&[20], &[0.0], table),
-    ] {
-        let sampled = Sampled { token_ids, logprobs, sample_table, prompt_table: None };
-        assert!(matches!(engine.scheduler.commit(0, sampled), Err(Error::Internal(_))), "{sampled:?}");
-    }
-    engine.commit();
-    engine.drain(5);
-    assert_eq!(engine.tokens("x"), solo(&prompt(1, 5), &greedy(2)));
-}
-
-#[test]
 fn min_tokens_holds_back_every_kind_of_stop() {
     let mut engine = Engine::new(config(16, 4));
     let params = SamplingParams { min_tokens: 3, ignore_eos: false, stop_token_ids: vec![7], ..greedy(8) };
@@ -344,45 +324,4 @@ fn b084_stop_strings_are_found_in_text_behind_min_tokens_only() {
     let completion = &engine.output("x").completions[0];
     assert_eq!((&*completion.text, completion.token_ids.len()), ("efef", 6));
     assert_eq!(completion.stop_reason, Some(StopReason::Text("ef".to_owned())));
-}
-
-#[test]
-fn outputs_come_as_they_are_asked_for() {
-    let told = |output_kind| {
-        let mut engine = Engine::new(config(16, 4));
-        engine.add("x", prompt(1, 5), SamplingParams { output_kind, ..greedy(4) });
-        engine.drain(10);
-        let lens: Vec<usize> = engine.outputs.iter().map(|output| output.completions[0].token_ids.len()).collect();
-        let finished: Vec<bool> = engine.outputs.iter().map(|output| output.finished).collect();
-        assert_eq!(finished.iter().position(|&finished| finished), Some(finished.len() - 1));
-        lens
-    };
-    assert_eq!(told(OutputKind::FinalOnly), [4]);
-    assert_eq!(told(OutputKind::Cumulative), [1, 2, 3, 4]);
-    assert_eq!(told(OutputKind::Delta), [1, 1, 1, 1]);
-}
-
-#[test]
-fn stats_count_what_happens() {
-    let mut engine = Engine::new(config(16, 4));
-    engine.add("a", prompt(1, 5), SamplingParams { n: 2, ..greedy(3) });
-    engine.add("b", prompt(2, 5), greedy(3));
-    assert_eq!(engine.scheduler.stats().num_waiting, 2);
-    engine.step();
-    let stats = engine.scheduler.stats();
-    assert_eq!((stats.num_running, stats.num_waiting, stats.num_free_gpu_blocks), (3, 0, 12));
-    engine.drain(10);
-    let counters = engine.scheduler.stats().counters;
-    assert_eq!((counters.prompt_tokens, counters.generation_tokens), (10, 9));
-}
-
-#[test]
-fn timing_is_in_order() {
-    let mut engine = Engine::new(config(16, 4));
-    engine.add("x", prompt(1, 5), greedy(3));
-    engine.drain(10);
-    let timing = engine.output("x").timing;
-    assert!(timing.arrival_time > 1.6e9);
-    assert!(timing.queued <= timing.scheduled && timing.scheduled <= timing.first_token);
-    assert!(timing.first_token < timing.last_token);
 }

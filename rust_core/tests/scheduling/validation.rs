@@ -191,8 +191,8 @@ fn beam_search_excludes_what_contradicts_it() {
     case("top_k", "3", |params| params.top_k = 3);
     case("min_p", "0.5", |params| params.min_p = 0.5);
     refused("length_penalty", 2.0, |params| params.length_penalty = 2.0);
-    refused("early_stopping", "Always", |params| params.early_stopping = EarlyStopping::Always);
-    refused("early_stopping", "Never", |params| params.early_stopping = EarlyStopping::Never);
+    refused("early_stopping", "True", |params| params.early_stopping = EarlyStopping::Always);
+    refused("early_stopping", "never", |params| params.early_stopping = EarlyStopping::Never);
     check(|params| {
         beam(params);
         (params.length_penalty, params.early_stopping) = (-1.5, EarlyStopping::Never);
