@@ -67,8 +67,12 @@ class Calls:
     def __init__(self, engine: Engine) -> None:
         """`engine`: used by nobody else."""
         self.engine = engine
-        self._changed = threading.Condition()
-        self._stepping = False
+        # Entered as it is, not through the condition: Ctrl-C cannot come between taking it and its `with` block. It may
+        # be taken twice, since the garbage collector ends forgotten streams wherever a thread happens to be.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._leader: Call | None = None
+        """The call whose thread steps. Still that call if Ctrl-C came between: it then ends, or goes on stepping."""
         self._owners: dict[str, Call] = {}
         self._numbers = itertools.count()
 
@@ -99,43 +103,47 @@ class Calls:
         self, call: Call, prompt: ParsedPrompt, token_ids: list[int], params: SamplingParams, priority: int
     ) -> None:
         request_id = str(next(self._numbers))
-        # Its owner is known first: another thread may step at once.
-        self._owners[request_id] = call
+        # The call can drop it, and its owner is known, before another thread steps.
         call.ids.append(request_id)
+        self._owners[request_id] = call
         self.engine.add_request(request_id, prompt, token_ids, params, priority=priority)
 
     def drop(self, call: Call) -> None:
         """Abort a call's requests that have not finished."""
+        with self._lock:
+            if self._leader is call:  # Interrupted before the outputs of its step were handed out.
+                self._end_step([], RuntimeError("a step was interrupted"))
         for request_id in call.ids:
             if self._owners.pop(request_id, None) is not None:
                 self.engine.abort(request_id)
 
     def advance(self, call: Call) -> None:
         """Wait for an output of `call`, stepping the engine once if no other thread does."""
-        leading = False
-        outputs: list[_core.Output] = []
-        try:
-            with self._changed:
-                while self._stepping and not call.inbox and call.error is None:
-                    self._changed.wait()
-                if call.error is not None:
-                    raise RuntimeError("the engine failed while these requests were in it") from call.error
-                if call.inbox:
-                    return
-                self._stepping = leading = True
+        with self._lock:
+            while self._leader not in (None, call) and not call.inbox and call.error is None:
+                self._changed.wait()
+            if call.error is not None:
+                raise RuntimeError("the engine failed while these requests were in it") from call.error
+            if call.inbox:
+                return
             if not self.engine.has_unfinished():
                 raise RuntimeError(f"requests {', '.join(call.ids)} are no longer in the engine")
+            self._leader = call
+        try:
             outputs = self.engine.step()
         except BaseException as error:
-            if leading:
-                self._fail(error)
+            self._end_step([], error)
             raise
-        finally:
-            if leading:
-                with self._changed:
-                    self._stepping = False
-                    self._deliver(outputs)
-                    self._changed.notify_all()
+        self._end_step(outputs, None)
+
+    def _end_step(self, outputs: list[_core.Output], error: BaseException | None) -> None:
+        """Hand out what a step gave, or why no call can go on, and let another thread step."""
+        with self._lock:
+            self._deliver(outputs)
+            if error is not None:
+                self._fail(error)
+            self._leader = None
+            self._changed.notify_all()
 
     def _deliver(self, outputs: list[_core.Output]) -> None:
         for output in outputs:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal, Self
 
-import numpy as np
-
 from pyvllm import _core
 from pyvllm._core import ParameterError
 
@@ -53,7 +51,8 @@ def id_list(parameter: str, ids: object) -> list[int]:
         if type(token_id) is int:
             continue
         # A tensor of one element has an index even if it is a list.
-        if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or np.ndim(token_id):
+        is_list = getattr(token_id, "ndim", 0) != 0
+        if is_list or isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
             raise parameter_error(parameter, expected, token_id)
         found[place] = operator.index(token_id)
     return found

@@ -1,5 +1,6 @@
 """Bad input is a `ValueError` (or `FileNotFoundError`) with the field, the value and what is allowed; others go on."""
 
+import copy
 import json
 import math
 import os
@@ -9,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
-from pyvllm import LLM, ParameterError, SamplingParams
+from pyvllm import LLM, BeamSearchParams, ParameterError, SamplingParams
 from tests.conftest import TinyCheckpoint
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128}
@@ -50,6 +54,11 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ({"cache_salt": "x"}, "prompt must be a dict with prompt or prompt_token_ids, got "),
     ({"prompt": 5}, "prompt must be a string, got 5"),
     ({"prompt": "x", "cache_salt": 5}, "cache_salt must be a string, got 5"),
+    ({1: 2, "x": 3, "prompt": "a"}, r"prompt must be a dict of prompt, prompt_token_ids, cache_salt, got \[1, 'x'\]"),
+    ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list of integers, got 'abc'"),
+    ("a\ud800", "prompt has a lone surrogate at index 1: it is not Unicode"),
+    ({"prompt": "\ud800", "prompt_token_ids": [1]}, "prompt has a lone surrogate at index 0"),
+    ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt has a lone surrogate at index 0"),
     ([1] * 128, r"128.*127|127.*128"),
     ([1] * 1000, "1000.*12[78]|12[78].*1000"),
 ]
@@ -71,7 +80,7 @@ def test_last_id_and_longest_prompt_are_accepted(llm: LLM) -> None:
     assert len(tokens(llm, [1] * 127)) == 1
 
 
-@pytest.mark.parametrize("prompt", [5, b"x", None, object(), 1.5])
+@pytest.mark.parametrize("prompt", [5, b"x", bytearray(b"x"), memoryview(b"x"), None, object(), 1.5])
 def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="prompt"):
         tokens(llm, prompt)
@@ -79,10 +88,56 @@ def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
         tokens(llm, ["the", prompt])
 
 
-def test_text_that_is_not_unicode(llm: LLM) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        tokens(llm, ["the", "\ud800"])
-    assert len(tokens(llm, "the")) == 6
+@pytest.mark.parametrize("prompts", [np.array(1), torch.tensor(1), (text for text in "ab"), {"a"}])
+def test_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts must be str, token ids, a dict, or a list of these, got "):
+        tokens(llm, prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "token_ids"),
+    [
+        (torch.tensor([1, 2]), [[1, 2]]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([torch.tensor([1]), torch.tensor([2])], [[1], [2]]),
+        ([torch.tensor(1), np.int64(2)], [[1, 2]]),
+        (np.array([[1, 2], [3, 4]], dtype=np.uint8), [[1, 2], [3, 4]]),
+        ({"prompt_token_ids": torch.tensor([1, 2])}, [[1, 2]]),
+        (np.array(["a", "a"]), [[64], [64]]),
+    ],
+)
+def test_arrays_and_tensors(llm: LLM, prompts: Any, token_ids: list[list[int]]) -> None:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == token_ids
+
+
+@pytest.mark.parametrize("prompts", [{"prompt": "a"}, [1, 2], ["a", 1]])
+def test_texts_beside_token_ids(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="prompts must be text if there are prompt_token_ids too"):
+        llm.generate(prompts, GREEDY, prompt_token_ids=[[1, 2]], use_tqdm=False)
+
+
+@pytest.mark.parametrize("priority", [1, [1, 2], [], "1", [1.5], [None], [True], [1 << 63]])
+def test_bad_priorities(llm: LLM, priority: Any) -> None:
+    with pytest.raises(ParameterError, match="priority must be a ") as caught:
+        llm.generate(["the"], GREEDY, priority=priority, use_tqdm=False)
+    assert caught.value.parameter == "priority"
+    assert len(llm.generate(["the", "in"], GREEDY, priority=cast(Any, np.array([2, 1])), use_tqdm=False)) == 2
+
+
+def test_parameters_of_the_wrong_kind(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="params must be BeamSearchParams, got SamplingParams"):
+        llm.beam_search("the", cast(Any, GREEDY))
+    wrong: list[Any] = [{}, BeamSearchParams(beam_width=2, max_tokens=2)]
+    for value in wrong:
+        with pytest.raises(TypeError, match="sampling_params must be SamplingParams or a list of them, got "):
+            llm.generate("the", value, use_tqdm=False)
+
+
+def test_an_llm_is_not_copied(llm: LLM) -> None:
+    for make in (copy.copy, copy.deepcopy, ForkingPickler.dumps):
+        with pytest.raises(TypeError, match="an LLM cannot be copied or pickled"):
+            make(llm)
 
 
 def test_empty_prompt_without_bos(folder: Path, tmp_path: Path) -> None:
@@ -110,6 +165,9 @@ def test_empty_prompt_without_bos(folder: Path, tmp_path: Path) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"n": 16_000}, "n"),
+        ({"stop_token_ids": list(range(VOCABULARY)), "min_tokens": 1}, "min_tokens"),
+        ({"allowed_token_ids": [257], "min_tokens": 1}, "min_tokens"),  # the end of sequence
+        ({"allowed_token_ids": [5, 257], "stop_token_ids": [5], "min_tokens": 1}, "min_tokens"),
     ],
 )
 def test_parameters_that_do_not_fit_the_model(llm: LLM, fields: dict[str, Any], parameter: str) -> None:
@@ -141,9 +199,14 @@ def test_conversations_that_the_template_refuses(llm: LLM) -> None:
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(ValueError, match="roles must alternate"):
         llm.chat(messages, chat_template=refusing, use_tqdm=False)
-    for bad in ([], [{"role": "user", "content": [{"type": "audio"}]}]):
+    other: list[Any] = [None, 5, "hi", {}, messages[0], ["x"], [messages, None], (message for message in messages)]
+    for bad in ([], [{"role": "user", "content": [{"type": "audio"}]}], *other):
         with pytest.raises(ValueError, match=r"messages|content|audio"):
             llm.chat(bad, use_tqdm=False)
+    wrong: dict[str, Any] = {"chat_template": 5, "tools": "x", "chat_template_kwargs": 5}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} must be None or a "):
+            llm.chat(messages, use_tqdm=False, **{name: value})
     with pytest.raises(ValueError, match=r"add_generation_prompt|continue_final_message"):
         llm.chat(messages, continue_final_message=True, use_tqdm=False)
     assert len(tokens(llm, "the")) == 6
@@ -154,8 +217,12 @@ def test_unknown_model_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.M
     for name in ("missing/model", str(tmp_path / "nowhere"), str(tmp_path / "x.gguf")):
         with pytest.raises(FileNotFoundError, match=r"not found; tried: local path .*does not exist"):
             LLM(name)
+    with pytest.raises(FileNotFoundError, match="not found; tried: local path"):
+        LLM(cast(Any, tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         LLM(str(tmp_path))
+    with pytest.raises(ValueError, match="/dev/null is neither a folder nor a file"):
+        LLM("/dev/null")
 
 
 @pytest.mark.parametrize(("size", "content"), [(0, b""), (100, b"GGUF"), (100, b"GGUF\x03\0\0\0" + b"\xff" * 60)])
@@ -172,6 +239,16 @@ def test_truncated_gguf(smollm2: Path, tmp_path: Path) -> None:
         path.write_bytes(whole.read(smollm2.stat().st_size // 2))
     with pytest.raises(ValueError, match=r"half\.gguf.*truncated"):
         LLM(str(path))
+
+
+def test_more_than_the_memory_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"[\d.]+ GiB of KV memory cannot be had: lower kv_cache_memory_bytes"):
+        LLM(
+            str(folder),
+            **(OPTIONS | {"num_gpu_blocks_override": (1 << 31) // 8 - 1, "block_size": 8, "swap_space": 1e6}),
+        )
+    with pytest.raises(ValueError, match=r"the weights take \d+\.\d GiB in float32, but only \d+\.\d GiB of memory"):
+        LLM(str(folder), hf_overrides={"vocab_size": 1 << 30}, load_format="dummy", **OPTIONS)
 
 
 def test_unknown_architecture(folder: Path) -> None:

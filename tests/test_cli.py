@@ -75,9 +75,32 @@ def test_generate_from_a_file_and_from_stdin(
     path.write_text("\n".join(texts) + "\n")
     assert run("generate", model, "-f", str(path), "--max-tokens", "9", *FLAGS) == 0
     assert capsys.readouterr().out.startswith(f"[1/3] the\n{texts['the']}\n\n[2/3] in the end\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the"))
-    assert run("generate", model, "--max-tokens", "9", *FLAGS) == 0
-    assert capsys.readouterr().out == texts["the"] + "\n"
+    for given in ("the", "the\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert run("generate", model, "--max-tokens", "9", *FLAGS) == 0
+        assert capsys.readouterr().out == texts["the"] + "\n"
+
+
+def test_a_line_of_a_file_is_a_prompt_whatever_is_in_it(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\u2028b\x0cc\r\n\nd", encoding="utf-8")
+    assert run("generate", model, "-f", str(path), "--max-tokens", "1", *FLAGS) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("[1/2] a\u2028b\x0cc\n")
+    assert "[2/2] d\n" in printed
+
+
+def test_closed_streams(model: str) -> None:
+    command = f"{sys.executable} -m pyvllm"
+    for arguments, status, message in (
+        (f"generate {model} -p the >&-", 1, "pyvllm: error: standard output is closed\n"),
+        (f"generate {model} <&-", 2, "pyvllm: error: a prompt must be given: -p TEXT, -f FILE, or on stdin\n"),
+        (f"chat {model} <&-", 0, ""),
+    ):
+        done = subprocess.run(["sh", "-c", f"{command} {arguments}"], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (status, message)
 
 
 def test_text_appears_as_it_is_made(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +150,8 @@ def test_chat_goes_on_after_a_question_that_is_too_long(
         (["generate", "M", "-p", "x", "--block-size", "0"], "block_size must be an integer from 1"),
         (["generate", "M", "-p", "x" * 600], "max_model_len"),
         (["generate", "M", "-f", "/nowhere.txt"], "/nowhere.txt"),
+        (["generate", "M", "-f", sys.executable], f"{sys.executable} is not UTF-8"),
+        (["generate", "M", "--model", "N", "-p", "x"], "two models are given, "),
         (["chat", "M", "-q", "x", "--chat-template", "{{ raise_exception('no') }}"], "no"),
     ],
 )
@@ -152,6 +177,7 @@ def test_bad_input_is_one_line_and_status_2(
         (["generate", "M", "--logit-bias", '{"a": 1}'], "argument --logit-bias: bad key"),
         (["generate", "M", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["generate", "M", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["generate", "M", "--logprobs", "3"], "unrecognized arguments: --logprobs"),  # only text is printed
         (["sing"], "invalid choice: 'sing'"),
         ([], "required"),
     ],

@@ -2,8 +2,12 @@
 
 import argparse
 import dataclasses
+import json
+import logging
+import re
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +19,7 @@ from pyvllm.config import (
     resolve_max_model_len,
     resolve_step_limits,
 )
+from pyvllm.logging import configure_logging
 from pyvllm.memory import GIB, available_memory_bytes, cpu_pool_sizes
 
 
@@ -62,6 +67,35 @@ def test_bad_lengths_are_refused(value: object) -> None:
 def test_errors_name_field_value_and_range(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_args(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "expected"),
+    [
+        ("enforce_eager", ["false", 0, None], "True or False"),
+        ("enable_prefix_caching", [None, 1], "True or False"),
+        ("skip_tokenizer_init", ["no"], "True or False"),
+        ("async_scheduling", [0, "yes"], "None, True or False"),
+        ("tokenizer", [5, b"x", ""], "None or a string that is not empty"),
+        ("chat_template", [False, ["x"], ""], "None or a string that is not empty"),
+        ("revision", [1], "None or a string that is not empty"),
+        ("generation_config", [None, {}], "a string that is not empty"),
+    ],
+)
+def test_kinds_are_checked(field: str, values: list[object], expected: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=re.escape(f"{field} must be {expected}, got {value!r}")):
+            engine_args(**{field: value})
+
+
+def test_paths_become_text() -> None:
+    args = EngineArgs(model=cast(str, Path("a/b")), tokenizer=cast(str, Path("c")), chat_template=cast(str, Path("d")))
+    assert (args.model, args.tokenizer, args.chat_template) == ("a/b", "c", "d")
+
+
+def test_a_token_of_the_wrong_kind_is_not_shown() -> None:
+    with pytest.raises(ValueError, match=r"^hf_token must be None, True, False or a string$"):
+        engine_args(hf_token=b"secret")
 
 
 def test_empty_model_is_refused() -> None:
@@ -206,3 +240,37 @@ def test_pool_too_small_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_free_memory_is_known() -> None:
     assert 1 << 20 < available_memory_bytes() < 1 << 50
+
+
+def test_files_in_the_cache_are_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 1000 kB\n",
+        "/sys/fs/cgroup/memory.max": "500000\n",
+        "/sys/fs/cgroup/memory.current": "450000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 50000\nfile 400000\ninactive_file 300000\nactive_file 90000\n",
+    }
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert available_memory_bytes() == 500_000 - 450_000 + 390_000
+    del files["/sys/fs/cgroup/memory.stat"]
+    assert available_memory_bytes() == 50_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert available_memory_bytes() == 1_024_000
+
+
+@pytest.mark.parametrize("content", [None, "x", "{}", json.dumps({"version": 1, "handlers": 5})])
+def test_a_bad_configuration_of_logging_is_named(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "logging.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("PYVLLM_LOGGING_CONFIG_PATH", str(path))
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _: False)
+    with pytest.raises(ValueError, match=f"PYVLLM_LOGGING_CONFIG_PATH={path}: no configuration of logging: "):
+        configure_logging()

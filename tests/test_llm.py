@@ -86,7 +86,7 @@ def test_b030_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
 def test_lists_must_be_as_long_as_the_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="sampling_params has 3 entries, but there are 2 prompts"):
         generate(llm, ["a", "b"], [GREEDY] * 3)
-    with pytest.raises(ValueError, match="priority must have one entry for each of 2 prompts, got 1"):
+    with pytest.raises(ValueError, match=r"priority must be a list with an integer for each of 2 prompts, got \[1\]"):
         generate(llm, ["a", "b"], priority=[1])
     with pytest.raises(ValueError, match="prompts has 1 entries, but prompt_token_ids has 2"):
         generate(llm, ["a"], prompt_token_ids=[[1], [2]])

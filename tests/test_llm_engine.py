@@ -1,11 +1,12 @@
 """`LLMEngine`: requests in, steps, outputs out."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from pyvllm import LLM, EngineArgs, LLMEngine, SamplingParams
+from pyvllm import LLM, BeamSearchParams, EngineArgs, LLMEngine, ParameterError, SamplingParams
 from pyvllm.outputs import RequestOutput
 from tests.conftest import TinyCheckpoint
 from tests.idle import assert_idle
@@ -53,6 +54,8 @@ def test_llm_engine_steps(folder: Path, llm_engine: LLMEngine) -> None:
 def test_llm_engine_ids(llm_engine: LLMEngine) -> None:
     with pytest.raises(TypeError, match="request_id must be a string, got int"):
         llm_engine.add_request(1, "the", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="request_id has a lone surrogate at index 1"):
+        llm_engine.add_request("a\ud800", "the", GREEDY)
     llm_engine.add_request("a", "the", GREEDY)
     with pytest.raises(ValueError, match="a"):
         llm_engine.add_request("a", "the", GREEDY)
@@ -62,6 +65,20 @@ def test_llm_engine_ids(llm_engine: LLMEngine) -> None:
     assert llm_engine.get_num_unfinished_requests() == 1
     assert set(run_to_end(llm_engine)) == {"ab"}
     assert_idle(llm_engine._engine)
+
+
+def test_llm_engine_arguments_of_the_wrong_kind(llm_engine: LLMEngine) -> None:
+    wrong: list[Any] = [{}, [GREEDY], BeamSearchParams(beam_width=2, max_tokens=2)]
+    for params in wrong:
+        with pytest.raises(TypeError, match="params must be SamplingParams or None, got "):
+            llm_engine.add_request("a", "the", params)
+    with pytest.raises(ParameterError, match=r"priority must be a 64-bit integer, got 1\.5"):
+        llm_engine.add_request("a", "the", GREEDY, priority=cast(Any, 1.5))
+    assert not llm_engine.has_unfinished_requests()
+    llm_engine.add_request("a", None, GREEDY, cast(Any, np.array([1, 2])))
+    llm_engine.add_request("b", "the", GREEDY, cast(Any, np.float32(1.5)))
+    finished = run_to_end(llm_engine)
+    assert (finished["a"].prompt_token_ids, finished["b"].prompt) == ([1, 2], "the")
 
 
 def test_llm_engine_logs_statistics(llm_engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -246,7 +246,24 @@ def test_absent_and_null_fields_take_their_meaning() -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is .* must be one set"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window is -1"),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]},
+            "layer_types is .* must have 3 entries",
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": 5}, "layer_types is 5, must have 3 entries"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers is 'x', must be a whole number",
+        ),
+        ({"architectures": 5}, "architectures is 5, must be a list of names"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is .* supported: LlamaForCausalLM"),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\], supported: silu"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, must be a whole number >= 1 and <= 10000"),
+        ({"vocab_size": 1 << 31}, "vocab_size is 2147483648, must be a whole number >= 1 and <= 2147483647"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": "x"},
+            "original_max_position_embeddings is 'x'",
+        ),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "layer_types is 'linear_"),
     ],
 )

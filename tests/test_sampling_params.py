@@ -1,11 +1,14 @@
 """`SamplingParams`: names, defaults, and what is refused before a request goes anywhere."""
 
 import dataclasses
+import functools
 import math
 import sys
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from pyvllm import BeamSearchParams, ParameterError, SamplingParams
 from pyvllm.arguments import field_docs
@@ -35,14 +38,14 @@ BAD: list[tuple[str, list[Any]]] = [
     ("top_k", [-2, 1.5, "1"]),
     ("min_p", [-0.1, 1.1, math.nan]),
     ("seed", [1.5, "1", 1 << 64]),
-    ("stop", [[""], "", [1], 5]),
-    ("stop_token_ids", [["a"], [1.5], 5]),
+    ("stop", [[""], "", [1], 5, "\ud800"]),
+    ("stop_token_ids", [["a"], [1.5], 5, "", "1", b"1", {}, [True], [[1]]]),
     ("max_tokens", [0, -1, 1.5, "3"]),
     ("min_tokens", [-1, 17, 0.5]),
     ("logprobs", [-2, 1.5, "1"]),
     ("prompt_logprobs", [-2, 1.5]),
     ("logit_bias", [{3: 101}, {3: -100.5}, {3: math.nan}, {3: "x"}, {"abc": 1}, [1]]),
-    ("allowed_token_ids", [[], ["x"], 7]),
+    ("allowed_token_ids", [[], ["x"], 7, b"1"]),
     ("length_penalty", [math.nan, 2.0]),
     ("early_stopping", [True, "never", "sometimes"]),
     ("output_kind", [7, "DELTA"]),
@@ -105,6 +108,28 @@ def test_contradictions_are_refused(fields: dict[str, Any], parameter: str) -> N
     assert caught.value.parameter == parameter
 
 
+@pytest.mark.parametrize("make", [iter, tuple, np.array, torch.tensor])
+def test_ids_become_a_list(make: Any) -> None:
+    for kind in (SamplingParams, functools.partial(BeamSearchParams, beam_width=2, max_tokens=2)):
+        params = kind(stop_token_ids=make([7, 8]), allowed_token_ids=make([8]))
+        assert (params.stop_token_ids, params.allowed_token_ids) == ([7, 8], [8])
+        assert all(type(token_id) is int for token_id in params.stop_token_ids or [])
+    assert BeamSearchParams(beam_width=2, max_tokens=2, stop_token_ids=None).stop_token_ids == []
+
+
+@pytest.mark.parametrize(("value", "shown"), [(True, "True"), ("never", '"never"')])
+def test_early_stopping_is_shown_as_it_was_given(value: Any, shown: str) -> None:
+    with pytest.raises(ParameterError, match=f"early_stopping must be False without use_beam_search, got {shown}"):
+        SamplingParams(early_stopping=value)
+
+
+def test_a_long_value_is_not_shown_whole() -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(stop_token_ids=cast(Any, "x" * 10**6))
+    assert len(str(caught.value)) < 300
+    assert caught.value.value == "x" * 10**6
+
+
 def test_a_stop_string_becomes_a_list() -> None:
     assert SamplingParams(stop="x").stop == ["x"]
 
@@ -135,8 +160,8 @@ def test_beam_parameters_become_sampling_parameters() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"beam_width": 0}, "beam_width must be an integer of at least 1, got 0"),
-        ({"beam_width": 2.0}, "beam_width must be an integer of at least 1, got 2.0"),
+        ({"beam_width": 0}, "beam_width must be an integer from 1 to 16384, got 0"),
+        ({"beam_width": 2.0}, "beam_width must be an integer from 1 to 16384, got 2.0"),
         ({"num_return_sequences": 5}, "num_return_sequences must be None or an integer from 1 to beam_width"),
         ({"temperature": 0.5}, "temperature must be 0 in a beam search, got 0.5"),
         ({"max_tokens": 0}, "max_tokens must be"),
