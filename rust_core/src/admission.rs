@@ -217,7 +217,7 @@ impl Scheduler {
         let width = |top| 1 + top_count(top, self.config.vocab_size);
         Group {
             state: State::Waiting,
-            sequences: vec![sequence],
+            sequences: smallvec::smallvec![sequence],
             forked: params.width() == 1,
             beam: params.use_beam_search.then(|| BeamSearch::new(params.width())),
             reserved: 0,

@@ -8,7 +8,7 @@
 use crate::block_manager::BlockManager;
 use crate::detokenizer::Vocabulary;
 use crate::request::EarlyStopping;
-use crate::sequence::{Group, History, Request, Sequence};
+use crate::sequence::{Group, History, Request, Sequence, Sequences};
 
 /// An ended beam.
 #[derive(Clone, Debug)]
@@ -144,7 +144,7 @@ fn take(
 }
 
 /// The survivors become the group's sequences: each takes its parent's table, or a fork of it if others need it too.
-fn replace(sequences: &mut Vec<Sequence>, survivors: Vec<Taken>, blocks: &mut BlockManager) {
+fn replace(sequences: &mut Sequences, survivors: Vec<Taken>, blocks: &mut BlockManager) {
     let mut parents: Vec<Option<Sequence>> = sequences.drain(..).map(Some).collect();
     let mut uses = vec![0; parents.len()];
     for taken in &survivors {

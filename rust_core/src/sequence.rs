@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 use crate::beam::BeamSearch;
 use crate::block_manager::{BlockHash, BlockTable};
@@ -201,6 +202,9 @@ impl Sequence {
     }
 }
 
+/// A group's sequences; one alone lies inside the group, one cache miss nearer.
+pub type Sequences = SmallVec<[Sequence; 1]>;
+
 /// Where a group is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -220,7 +224,7 @@ pub struct Group {
     /// Where it is.
     pub state: State,
     /// Its sequences; ended ones stay until the group ends (beams: only the running ones).
-    pub sequences: Vec<Sequence>,
+    pub sequences: Sequences,
     /// Whether the prompt's KV has been handed on: while false, only the first live sequence computes, up to the
     /// prompt's end. True from the start for requests of one sequence.
     pub forked: bool,
