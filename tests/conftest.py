@@ -2,14 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pyvllm import LLM
 from pyvllm.hub import resolve_model
+from tests.idle import assert_idle, engine_of
+from tests.small_llm import OPTIONS
 
 TinyCheckpoint = Callable[..., Path]
 """`(family, overrides={}, seed=0) -> folder`; see `tiny_checkpoint`."""
@@ -61,6 +64,28 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_checkpoint: TinyCheckpoint) -> Path:
+    """The tiny LLaMA checkpoint."""
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def shared_llm(tiny_llama: Path) -> Iterator[LLM]:
+    """One engine for the tests of a module; use `llm`, which looks after it."""
+    with LLM(str(tiny_llama), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """An idle `LLM`, which must be idle afterwards."""
+    yield shared_llm
+    assert shared_llm._calls is not None
+    assert not shared_llm._calls._owners
+    assert_idle(engine_of(shared_llm))
 
 
 def _save_tiny_model(family: str, overrides: dict[str, Any], seed: int, folder: Path) -> None:

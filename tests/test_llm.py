@@ -1,44 +1,15 @@
-"""`LLM` with a tiny model: forms of input, order, streams, threads, failures."""
+"""`LLM` with a tiny model: forms of input, order, streams, threads, chat."""
 
-import signal
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pyvllm import LLM, BeamSearchParams, SamplingParams
-from pyvllm.outputs import RequestOutput
 from pyvllm.sampling_params import RequestOutputKind
-from tests.conftest import TinyCheckpoint
-from tests.idle import assert_idle, engine_of
-
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "block_size": 8}
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
-    return tiny_checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def shared_llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), **OPTIONS) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    yield shared_llm
-    assert shared_llm._calls is not None
-    assert not shared_llm._calls._owners
-    assert_idle(engine_of(shared_llm))
-
-
-def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, params, use_tqdm=False, **options)
+from tests.idle import engine_of
+from tests.small_llm import GREEDY, generate
 
 
 def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
@@ -288,10 +259,10 @@ def test_progress_bar_only_if_wanted(llm: LLM, capfd: pytest.CaptureFixture[str]
     assert "Processed prompts: 100%" in capfd.readouterr().err
 
 
-def test_chat_renders_the_template_once(llm: LLM, folder: Path) -> None:
+def test_chat_renders_the_template_once(llm: LLM, tiny_llama: Path) -> None:
     import transformers
 
-    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(tiny_llama)
     messages = [{"role": "system", "content": "be the one"}, {"role": "user", "content": "hi"}]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
@@ -302,103 +273,3 @@ def test_chat_renders_the_template_once(llm: LLM, folder: Path) -> None:
     assert both[1].prompt_token_ids != expected
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="{{ messages[1].content }}!")
     assert output.prompt == "hi!"
-
-
-def boom(kind: type[BaseException]) -> Callable[..., Any]:
-    def launch(buffer: object) -> Any:
-        raise kind("planted")
-
-    return launch
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, MemoryError])
-def test_a_failed_step_leaves_the_engine_usable(
-    llm: LLM, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = generate(llm, "the")[0].outputs[0].token_ids
-    stream = llm.stream("in", GREEDY)
-    next(stream)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_of(llm)._runner, "launch", boom(kind))
-        with pytest.raises(kind, match="planted"):
-            generate(llm, ["the", "in"])
-    with pytest.raises(RuntimeError, match="the engine failed while these requests were in it"):
-        next(stream)
-    assert_idle(engine_of(llm))
-    assert generate(llm, "the")[0].outputs[0].token_ids == expected
-
-
-def test_an_interrupt_between_steps_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def has_unfinished() -> bool:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine_of(llm), "has_unfinished", has_unfinished)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, ["the", "in"])
-
-
-def test_requests_aborted_behind_our_back_do_not_hang(llm: LLM) -> None:
-    ids = llm.enqueue("a", GREEDY)
-    engine_of(llm).abort(ids[0])
-    with pytest.raises(RuntimeError, match=r"no longer in the engine"):
-        llm.wait_for_completion(use_tqdm=False)
-
-
-def test_r005_no_signal_handlers(folder: Path) -> None:
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with LLM(str(folder), **OPTIONS) as llm:
-        generate(llm, "a")
-        assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
-
-
-def test_after_close_everything_says_so(folder: Path) -> None:
-    llm = LLM(str(folder), **OPTIONS)
-    llm.close()
-    llm.close()
-    uses: list[Callable[[], object]] = [
-        lambda: generate(llm, "a"),
-        lambda: llm.stream("a"),
-        lambda: llm.enqueue("a"),
-        lambda: llm.chat([{"role": "user", "content": "a"}]),
-        llm.get_tokenizer,
-        llm.get_metrics,
-        llm.reset_prefix_cache,
-        llm.get_default_sampling_params,
-    ]
-    for use in uses:
-        with pytest.raises(RuntimeError, match="this LLM is closed"):
-            use()
-
-
-def test_without_a_tokenizer(folder: Path) -> None:
-    with LLM(str(folder), skip_tokenizer_init=True, **OPTIONS) as llm:
-        (output,) = generate(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1))
-        assert len(output.outputs[0].token_ids) == 4
-        assert output.outputs[0].text == ""
-        with pytest.raises(ValueError, match="prompt must be token ids, since the engine runs without a tokenizer"):
-            generate(llm, "text")
-        with pytest.raises(ValueError, match="skip_tokenizer_init is True"):
-            llm.get_tokenizer()
-        assert_idle(engine_of(llm))
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_one_step_ahead_or_not(llm: LLM, folder: Path, run_ahead: bool) -> None:
-    prompts = ["the", "in the", "a"]
-    params = [
-        GREEDY,
-        SamplingParams(temperature=0, max_tokens=20, stop_token_ids=list(range(40, 120))),
-        SamplingParams(n=2, seed=1, max_tokens=5),
-    ]
-    with LLM(str(folder), async_scheduling=run_ahead, **OPTIONS) as other:
-        for _ in range(2):
-            expected, found = generate(llm, prompts, params), generate(other, prompts, params)
-            assert [[c.token_ids for c in o.outputs] for o in found] == [
-                [c.token_ids for c in o.outputs] for o in expected
-            ]
-        stream = other.stream("the", GREEDY)
-        next(stream)
-        del stream
-        assert generate(other, "the")[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-        assert_idle(engine_of(other))

@@ -1,0 +1,13 @@
+"""What the tests of `LLM` share: a small pool, greedy parameters, `generate` without a progress bar."""
+
+from typing import Any
+
+from pyvllm import LLM, SamplingParams
+from pyvllm.outputs import RequestOutput
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "block_size": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False, **options)
