@@ -76,20 +76,14 @@ class Runner:
         self._kv_cache.apply(step, self._kernels)
         hidden, sampled, prompt = None, None, None
         if step.num_tokens:
-            token_ids = self._token_ids(step)
-            hidden = self._decoder.forward(token_ids, step, self._kv_cache.layers, self._kernels)
+            hidden = self._decoder.forward(step, self._previous, self._kv_cache.layers, self._kernels)
         if hidden is not None and step.num_rows:
-            logits = self._decoder.logits(hidden.index_select(0, step.row_token))
+            logits = self._decoder.logits(hidden.index_select(0, step.row_token), self._kernels)
             sampled = sample(logits, step, self._previous, vocab_size=self._decoder.spec.vocab_size)
             self._previous = sampled.token_ids[:, 0].contiguous()
         if hidden is not None and len(step.prompt_rows):
             prompt = self._prompt_logprobs(hidden, step, buffer)
         return self._launched(step, sampled, prompt)
-
-    def _token_ids(self, step: StepView) -> Tensor:
-        """[T], with what the step before sampled in place of negative ids."""
-        rows = step.token_ids.bitwise_not().clamp_min_(0)  # ~id is -1 - id
-        return torch.where(step.token_ids < 0, self._previous.index_select(0, rows), step.token_ids)
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepView, buffer: NDArray[np.int32]) -> LogprobRows:
         """Of the prompt tokens that the step asks for, in order."""
@@ -98,7 +92,7 @@ class Runner:
         chunks = []
         for rows in torch.split(step.prompt_rows, _PROMPT_ROWS):
             tokens, targets, _ = rows.unbind(1)
-            logits = self._decoder.logits(hidden.index_select(0, tokens))
+            logits = self._decoder.logits(hidden.index_select(0, tokens), self._kernels)
             chunks.append(prompt_logprobs(logits, targets, max_top, vocab_size=self._decoder.spec.vocab_size))
         return LogprobRows(
             token_ids=torch.cat([chunk.token_ids for chunk in chunks]),

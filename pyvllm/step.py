@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 MAGIC = 0x504C414E
+SECTION_ALIGNMENT = 4
+"""Words: each section starts at a multiple of it."""
 
 
 class Header(IntEnum):

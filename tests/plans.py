@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from pyvllm.step import HEADER_LEN, MAGIC, SECTIONS, Header, RowParam, StepView
+from pyvllm.step import HEADER_LEN, MAGIC, SECTION_ALIGNMENT, SECTIONS, Header, RowParam, StepView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,14 @@ def encode(scalars: Mapping[Header, int], contents: Mapping[str, ArrayLike]) -> 
     header = np.zeros(HEADER_LEN, dtype=np.int32)
     for scalar, value in ({**scalars, Header.MAGIC: MAGIC, Header.NUM_SECTIONS: len(SECTIONS)}).items():
         header[scalar] = value
-    lengths = [len(words) for words in body]
-    header[len(Header) :: 2] = HEADER_LEN + np.cumsum([0, *lengths[:-1]])
-    header[len(Header) + 1 :: 2] = lengths
-    return np.concatenate([header, *body])
+    header[len(Header) + 1 :: 2] = [len(words) for words in body]
+    parts, end = [header], HEADER_LEN
+    for i, words in enumerate(body):
+        gap = -end % SECTION_ALIGNMENT
+        header[len(Header) + 2 * i] = end + gap
+        parts += [np.full(gap, -1, dtype=np.int32), words]
+        end += gap + len(words)
+    return np.concatenate(parts)
 
 
 def view(buffer: NDArray[np.int32]) -> StepView:

@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pyvllm.kernels import select
+from pyvllm.kernels import Norm, select
+from pyvllm.kernels.plain import norm, rotate_
 from pyvllm.kv_cache import KVCache
-from pyvllm.layers.norm import RMSNorm
-from pyvllm.layers.rope import Rope, RopeSpec, inverse_frequencies
+from pyvllm.layers.rope import RopeSpec, inverse_frequencies, rope_tables
 from pyvllm.models import ARCHITECTURES, Decoder, build_spec
 from tests.plans import Entry, plan_buffer, view
 from tests.tiny_models import (
@@ -99,7 +99,8 @@ def test_bfloat16_errs_no_more_than_transformers_does() -> None:
     kv = KVCache(decoder.spec, num_blocks=10, num_host_blocks=0, block_size=4, dtype=torch.bfloat16, device=CPU)
     step = view(plan_buffer([Entry(token_ids=text, blocks=range(10))], block_size=4))
     with torch.inference_mode():
-        logits = decoder.logits(decoder.forward(step.token_ids, step, kv.layers, kernels)).float()
+        hidden = decoder.forward(step, torch.zeros(1, dtype=torch.int32), kv.layers, kernels)
+        logits = decoder.logits(hidden, kernels).float()
     theirs = hf_logits(model.to(torch.bfloat16), text).float()
     assert (logits - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
 
@@ -150,11 +151,11 @@ def test_rope_turns_pairs_in_the_plane(interleaved: bool, dim: int) -> None:
     """As multiplication of complex numbers; what is beyond `dim` stays."""
     torch.manual_seed(0)
     spec = RopeSpec(theta=100.0, dim=dim, interleaved=interleaved)
-    rope = Rope(spec, num_positions=16, dtype=torch.float32, device=CPU)
+    tables = rope_tables(spec, num_positions=16, dtype=torch.float32, device=CPU)
     x = torch.randn(3, 2, 8)
     positions = torch.tensor([0, 7, 15], dtype=torch.int32)
     turned = x.clone()
-    rope.rotate_(turned, rope.at(positions))
+    rotate_(turned, tables.cos[positions][:, None], tables.sin[positions][:, None], interleaved=interleaved)
     half = dim // 2
     pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + half) for i in range(half)]
     expected = x.clone()
@@ -169,13 +170,12 @@ def test_rope_turns_pairs_in_the_plane(interleaved: bool, dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rms_norm_rounds_where_the_family_does(weight_in_float32: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    norm = RMSNorm(64, eps=1e-5, weight_in_float32=weight_in_float32, dtype=dtype, device=CPU)
-    norm.weight.normal_(1, 0.5)
+    weight = torch.randn(64).mul_(0.5).add_(1).to(dtype)
     x = torch.randn(50, 64).to(dtype)
     quotient = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-    at_once, rounded = (quotient * norm.weight.float()).to(dtype), quotient.to(dtype) * norm.weight
+    at_once, rounded = (quotient * weight.float()).to(dtype), quotient.to(dtype) * weight
     expected, other = (at_once, rounded) if weight_in_float32 else (rounded, at_once)
-    found = norm(x)
+    found = norm(x, Norm(weight=weight, eps=1e-5, weight_in_float32=weight_in_float32))
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected)
     else:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyvllm.kernels import AnyKernels
 from pyvllm.kv_cache import KVCache, block_bytes
 from pyvllm.models import build_spec
 from pyvllm.runner import Runner
@@ -89,10 +90,10 @@ def test_memory_of_prompt_logprobs_does_not_grow_with_the_prompt(
     most = 0
     compute = decoder.logits
 
-    def logits(hidden: Tensor) -> Tensor:
+    def logits(hidden: Tensor, kernels: AnyKernels) -> Tensor:
         nonlocal most
         most = max(most, len(hidden))
-        return compute(hidden)
+        return compute(hidden, kernels)
 
     monkeypatch.setattr(decoder, "logits", logits)
     text = random_ids(400)

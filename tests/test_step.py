@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyvllm.step import HEADER_LEN, MAGIC, SECTIONS, Flags, Header, RowParam, StepView
+from pyvllm.step import HEADER_LEN, MAGIC, SECTION_ALIGNMENT, SECTIONS, Flags, Header, RowParam, StepView
 from tests.plans import Entry, encode, plan_buffer, view
 
 PLAN_RS = (Path(__file__).parents[1] / "rust_core" / "src" / "plan.rs").read_text(encoding="utf-8")
@@ -56,6 +56,7 @@ def test_constants_are_those_of_the_core() -> None:
     assert rust_constant("NUM_SCALARS") == len(Header)
     assert rust_constant("NUM_SECTIONS") == len(SECTIONS)
     assert rust_constant("ROW_PARAMS") == len(RowParam)
+    assert rust_constant("SECTION_ALIGNMENT") == SECTION_ALIGNMENT
     assert len(Header) + 2 * len(SECTIONS) == HEADER_LEN
 
 

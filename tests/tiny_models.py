@@ -121,8 +121,8 @@ class Paged:
         order = sorted(tokens, key=lambda sequence: len(tokens[sequence]) != 1)
         buffer = plan_buffer([self.entry(i, tokens[i]) for i in order], block_size=self.block_size)
         step = view(buffer)
-        hidden = self.decoder.forward(step.token_ids, step, self.kv.layers, self.kernels)
-        parts = torch.split(self.decoder.logits(hidden), [len(tokens[i]) for i in order])
+        hidden = self.decoder.forward(step, torch.zeros(1, dtype=torch.int32), self.kv.layers, self.kernels)
+        parts = torch.split(self.decoder.logits(hidden, self.kernels), [len(tokens[i]) for i in order])
         return dict(zip(order, parts, strict=True))
 
 

@@ -15,9 +15,20 @@ import torch
 
 from pyvllm.kernels.cpu import CpuKernels
 from pyvllm.kernels.interface import AnyKernels, Attention, Kernels, LinearFunction
+from pyvllm.kernels.plain import ACTIVATIONS, Heads, Norm, RopeTables
 from pyvllm.kernels.reference import ReferenceKernels
 
-__all__ = ["AnyKernels", "Attention", "Kernels", "LinearFunction", "select"]
+__all__ = [
+    "ACTIVATIONS",
+    "AnyKernels",
+    "Attention",
+    "Heads",
+    "Kernels",
+    "LinearFunction",
+    "Norm",
+    "RopeTables",
+    "select",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import Tensor
 from torch.nn import functional
 
+from pyvllm.kernels import plain
+from pyvllm.kernels.plain import ACTIVATIONS, Heads, Norm, RopeTables
 from pyvllm.step import StepView
 
 
@@ -80,6 +82,54 @@ class Kernels(ABC, Generic[PlanT]):
 
         Rows of padding tokens are finite and have no meaning.
         """
+
+    def embed(self, token_ids: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+        """Rows of `table` `[V, size]` for `token_ids` `[T]` int32, -1 - i standing for `previous[i]`: `[T, size]`."""
+        return functional.embedding(plain.resolve(token_ids, previous), table)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """`[..., size]` -> the same shape, a new tensor."""
+        return plain.norm(x, norm)
+
+    def add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+        """Add `delta` to `hidden` in place, both `[T, size]`; returns the norm of the sum, a new tensor."""
+        return plain.norm(hidden.add_(delta), norm)
+
+    def angles(self, rope: RopeTables | None, positions: Tensor) -> object:
+        """What `rotate_and_store` needs to know of a step's `positions` `[T]` int32; made once a step.
+
+        With `rope` None nobody looks at it.
+        """
+        if rope is None:
+            return None
+        return rope.cos.index_select(0, positions)[:, None], rope.sin.index_select(0, positions)[:, None]
+
+    def rotate_and_store(self, qkv: Tensor, heads: Heads, angles: Any, kv_layer: Tensor, plan: PlanT) -> Tensor:
+        """From `qkv` `[T, (H + 2K) * D]`, which may be overwritten, to queries `[T, H, D]`, keys and values stored.
+
+        `angles`: what `angles` made of `heads.rope`; `kv_layer`, `plan` as for `write_kv`.
+        """
+        every = qkv.view(len(qkv), -1, heads.head_dim)
+        query, key_value = every[:, : heads.num_heads], every[:, heads.num_heads :]
+        if heads.query_norm is not None:
+            query.copy_(plain.norm(query, heads.query_norm))
+        if heads.key_norm is not None:
+            key = key_value[:, : heads.num_kv_heads]
+            key.copy_(plain.norm(key, heads.key_norm))
+        if heads.rope is not None:
+            turned = every[:, : heads.num_heads + heads.num_kv_heads]
+            plain.rotate_(turned, *angles, interleaved=heads.rope.interleaved)
+        self.write_kv(kv_layer, key_value.view(len(qkv), 2, heads.num_kv_heads, -1), plan)
+        return query
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """A key of `ACTIVATIONS`, element by element: the same shape, `x` may be overwritten."""
+        return ACTIVATIONS[activation](x)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of `[T, 2 * size]`, gates first: `[T, size]`."""
+        gate, up = gate_up.chunk(2, -1)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         """Copy blocks inside a pool `[L, N, 2, K, B, D]`, one after another: `pairs` `[n, 2]` of source, target."""

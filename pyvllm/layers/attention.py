@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyvllm.kernels import AnyKernels, Attention
+from pyvllm.kernels import AnyKernels, Attention, Heads, Norm, RopeTables
 from pyvllm.layers.linear import Linear
-from pyvllm.layers.norm import RMSNorm
-from pyvllm.layers.rope import Rope
 
 
 class SelfAttention:
-    """Projections around the paged attention of one layer.
-
-    Symbols: T tokens, H query heads, K KV heads, D head size.
-    """
+    """Projections around the paged attention of one layer. T: tokens of a step."""
 
     def __init__(
         self,
@@ -24,25 +19,30 @@ class SelfAttention:
         *,
         qkv_bias: bool,
         o_bias: bool,
-        head_norms: tuple[RMSNorm, RMSNorm] | None,
-        rope: Rope | None,
+        head_norms: tuple[Norm, Norm] | None,
+        rope: RopeTables | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`head_norms`: of each query and each key head. `rope` is shared by layers."""
-        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
-        q_size, kv_size = (heads * attention.head_dim for heads in (self._num_heads, self._num_kv_heads))
+        q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         self._qkv = Linear.empty(size, q_size, kv_size, kv_size, bias=qkv_bias, dtype=dtype, device=device)
         self._o = Linear.empty(q_size, size, bias=o_bias, dtype=dtype, device=device)
-        self._head_norms = head_norms
-        self._rope = rope
-        self._heads_shape = (self._num_heads + 2 * self._num_kv_heads, attention.head_dim)
+        query_norm, key_norm = head_norms or (None, None)
+        self._heads = Heads(
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            rope=rope,
+        )
 
     def slots(self) -> dict[str, Tensor]:
         """Parameters by neutral name, without the layer's prefix."""
         slots = self._qkv.slots("q", "k", "v") | self._o.slots("o")
-        if self._head_norms is not None:
-            slots |= {"q_norm": self._head_norms[0].weight, "k_norm": self._head_norms[1].weight}
+        norms = {"q_norm": self._heads.query_norm, "k_norm": self._heads.key_norm}
+        slots |= {name: norm.weight for name, norm in norms.items() if norm is not None}
         return slots
 
     def pack(self, kernels: AnyKernels) -> None:
@@ -50,17 +50,7 @@ class SelfAttention:
         self._qkv.pack(kernels)
         self._o.pack(kernels)
 
-    def __call__(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, kv_layer: Tensor, plan: object, kernels: AnyKernels
-    ) -> Tensor:
-        """`x` [T, size] -> [T, size]. `angles`: what `Rope.at` gave; `plan`: what `kernels.plan` gave."""
-        heads = self._qkv(x).view(-1, *self._heads_shape)
-        query, key_value = heads[:, : self._num_heads], heads[:, self._num_heads :]
-        if self._head_norms is not None:
-            key = key_value[:, : self._num_kv_heads]
-            query.copy_(self._head_norms[0](query))
-            key.copy_(self._head_norms[1](key))
-        if self._rope is not None and angles is not None:
-            self._rope.rotate_(heads[:, : self._num_heads + self._num_kv_heads], angles)
-        kernels.write_kv(kv_layer, key_value.view(len(x), 2, self._num_kv_heads, -1), plan)
+    def __call__(self, x: Tensor, angles: object, kv_layer: Tensor, plan: object, kernels: AnyKernels) -> Tensor:
+        """`x` [T, size] -> [T, size]. `angles`: what `kernels.angles` gave; `plan`: what `kernels.plan` gave."""
+        query = kernels.rotate_and_store(self._qkv(x), self._heads, angles, kv_layer, plan)
         return self._o(kernels.paged_attention(query, kv_layer, plan))

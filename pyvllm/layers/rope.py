@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from pyvllm.kernels import RopeTables
+
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -101,33 +103,18 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
     return plain / rope.factor * (1 - kept) + plain * kept
 
 
-class Rope:
-    """Tables of the angles of every position, and the rotation."""
-
-    def __init__(self, rope: RopeSpec, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._dim = rope.dim
-        self._interleaved = rope.interleaved
-        angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, num_positions)
-        self._cos = _per_dimension(angles.cos() * rope.attention_factor, rope).to(device=device, dtype=dtype)
-        sin = angles.sin() * rope.attention_factor
-        self._sin = _per_dimension(sin, rope, first_sign=-1).to(device=device, dtype=dtype)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of `positions` [T]: [T, 1, r] each."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-
-    def rotate_(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> None:
-        """Turn the heads `x` [T, heads, D] in place by what `at` gave for their positions."""
-        cos, sin = cos_sin
-        rotated = x if x.shape[-1] == self._dim else x[..., : self._dim]
-        if self._interleaved:
-            partner = rotated.view(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
-        else:
-            partner = torch.roll(rotated, self._dim // 2, -1)
-        rotated.mul_(cos).addcmul_(partner, sin)
+def rope_tables(rope: RopeSpec, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> RopeTables:
+    """Tables of the angles of every position below `num_positions`."""
+    angles = torch.arange(num_positions).float()[:, None] * inverse_frequencies(rope, num_positions)
+    cos = _per_dimension(angles.cos() * rope.attention_factor, rope)
+    sin = _per_dimension(angles.sin() * rope.attention_factor, rope, first_sign=-1)
+    return RopeTables(
+        cos=cos.to(device=device, dtype=dtype),
+        sin=sin.to(device=device, dtype=dtype),
+        interleaved=rope.interleaved,
+    )
 
 
 def _per_dimension(values: Tensor, rope: RopeSpec, first_sign: int = 1) -> Tensor:
-    """Values of pairs [P, r / 2] -> of dimensions [P, 1, r]; `first_sign` is that of the first one of each pair."""
-    pair = torch.stack([first_sign * values, values], -1 if rope.interleaved else -2)
-    return pair.flatten(-2)[:, None]
+    """Values of pairs [P, r / 2] -> of dimensions [P, r]; `first_sign` is that of the first one of each pair."""
+    return torch.stack([first_sign * values, values], -1 if rope.interleaved else -2).flatten(-2)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pyvllm.kernels import AnyKernels
+from pyvllm.kernels import AnyKernels, Norm, RopeTables
 from pyvllm.layers.attention import SelfAttention
 from pyvllm.layers.linear import Linear
 from pyvllm.layers.mlp import GatedMLP
-from pyvllm.layers.norm import RMSNorm
-from pyvllm.layers.rope import Rope
+from pyvllm.layers.norm import empty_norm
+from pyvllm.layers.rope import rope_tables
 from pyvllm.models.spec import ModelSpec
 from pyvllm.step import StepView
 
@@ -28,7 +27,7 @@ class Decoder:
         self._embed = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         rope = None
         if spec.rope is not None:
-            rope = Rope(spec.rope, num_positions=max_model_len, dtype=dtype, device=device)
+            rope = rope_tables(spec.rope, num_positions=max_model_len, dtype=dtype, device=device)
         self._rope = rope
         self._layers = [_Layer(spec, layer, rope, dtype, device) for layer in range(spec.num_layers)]
         self._final_norm = _norm(spec, spec.hidden_size, dtype, device)
@@ -54,28 +53,36 @@ class Decoder:
             layer.pack(kernels)
         self._head.pack(kernels)
 
-    def forward(self, token_ids: Tensor, step: StepView, kv_layers: list[Tensor], kernels: AnyKernels) -> Tensor:
-        """Hidden states [T, d] of `token_ids` [T], whose KV is written to `kv_layers` `[N, 2, K, B, D]` each."""
-        plans = [kernels.plan(step, attention, kv_layers[0]) for attention in self._attentions]
-        angles = self._rope.at(step.positions) if self._rope is not None else None
-        hidden = functional.embedding(token_ids, self._embed)
-        for layer, kind, kv_layer in zip(self._layers, self._kinds, kv_layers, strict=True):
-            layer(hidden, angles, kv_layer, plans[kind], kernels)
-        return self._final_norm(hidden)
+    def forward(self, step: StepView, previous: Tensor, kv_layers: list[Tensor], kernels: AnyKernels) -> Tensor:
+        """Hidden states [T, d] of the step's tokens, whose KV is written to `kv_layers` `[N, 2, K, B, D]` each.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, d]` -> `[R, V]`, in the model's dtype."""
-        return self._head(hidden)
+        `previous` [rows of the step before] int32: what negative token ids stand for.
+        """
+        plans = [kernels.plan(step, attention, kv_layers[0]) for attention in self._attentions]
+        angles = kernels.angles(self._rope, step.positions)
+        hidden = kernels.embed(step.token_ids, previous, self._embed)
+        delta = None
+        for layer, kind, kv_layer in zip(self._layers, self._kinds, kv_layers, strict=True):
+            if delta is None:
+                normed = kernels.norm(hidden, layer.norm1)
+            else:
+                normed = kernels.add_norm(hidden, delta, layer.norm1)
+            delta = layer(hidden, normed, angles, kv_layer, plans[kind], kernels)
+        return hidden if delta is None else hidden.add_(delta)
+
+    def logits(self, hidden: Tensor, kernels: AnyKernels) -> Tensor:
+        """Of rows `[R, d]` of what `forward` gave: `[R, V]`, in the model's dtype."""
+        return self._head(kernels.norm(hidden, self._final_norm))
 
 
 class _Layer:
     def __init__(
-        self, spec: ModelSpec, layer: int, rope: Rope | None, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, layer: int, rope: RopeTables | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         head_norms = None
         if spec.head_norms:
             head_norms = (_norm(spec, spec.head_dim, dtype, device), _norm(spec, spec.head_dim, dtype, device))
-        self._norm1 = _norm(spec, spec.hidden_size, dtype, device)
+        self.norm1 = _norm(spec, spec.hidden_size, dtype, device)
         self._attention = SelfAttention(
             spec.hidden_size,
             spec.attention(layer),
@@ -97,7 +104,7 @@ class _Layer:
         )
 
     def slots(self) -> dict[str, Tensor]:
-        norms = {"norm1": self._norm1.weight, "norm2": self._norm2.weight}
+        norms = {"norm1": self.norm1.weight, "norm2": self._norm2.weight}
         return norms | self._attention.slots() | self._mlp.slots()
 
     def pack(self, kernels: AnyKernels) -> None:
@@ -105,12 +112,17 @@ class _Layer:
         self._mlp.pack(kernels)
 
     def __call__(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor] | None, kv_layer: Tensor, plan: object, kernels: AnyKernels
-    ) -> None:
-        """Add to `hidden` [T, d] in place."""
-        hidden.add_(self._attention(self._norm1(hidden), angles, kv_layer, plan, kernels))
-        hidden.add_(self._mlp(self._norm2(hidden)))
+        self, hidden: Tensor, normed: Tensor, angles: object, kv_layer: Tensor, plan: object, kernels: AnyKernels
+    ) -> Tensor:
+        """What the layer adds to `hidden` [T, d], but for what its attention adds, which is in `hidden` already.
+
+        `normed`: `norm1` of `hidden`.
+        """
+        delta = self._attention(normed, angles, kv_layer, plan, kernels)
+        return self._mlp(kernels.add_norm(hidden, delta, self._norm2), kernels)
 
 
-def _norm(spec: ModelSpec, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    return RMSNorm(size, eps=spec.norm_eps, weight_in_float32=spec.norm_weight_in_float32, dtype=dtype, device=device)
+def _norm(spec: ModelSpec, size: int, dtype: torch.dtype, device: torch.device) -> Norm:
+    return empty_norm(
+        size, eps=spec.norm_eps, weight_in_float32=spec.norm_weight_in_float32, dtype=dtype, device=device
+    )

@@ -43,7 +43,7 @@ class ModelSpec:
     """Of each layer, the keys that a query sees, itself included; None: all before it."""
     norm_eps: float
     norm_weight_in_float32: bool = False
-    """See `RMSNorm`."""
+    """See `Norm`."""
     rope: RopeSpec | None
     """None: no rotary positions."""
     qkv_bias: bool = False

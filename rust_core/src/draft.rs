@@ -1,6 +1,8 @@
 //! A step being put together: what is scheduled, and writing it down as a [`StepPlan`].
 
-use crate::plan::{HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, Section, StepPlan};
+use crate::plan::{
+    HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, SECTION_ALIGNMENT, Section, StepPlan,
+};
 use crate::rows::{Extras, PADDING_ROW, write_prompt_rows, write_row};
 use crate::sequence::Group;
 
@@ -162,7 +164,7 @@ impl Draft {
         }
         let blocks: usize = self.entries.iter().map(|entry| entry.num_blocks(block_size)).sum();
         let moves = self.swap_out.len() + self.swap_in.len() + self.copies.len();
-        let mut buffer = Vec::with_capacity(sections.end + blocks + 2 * moves + 64);
+        let mut buffer = Vec::with_capacity(sections.end + blocks + 2 * moves + 128);
         buffer.resize(sections.end, 0);
         buffer
     }
@@ -213,7 +215,8 @@ impl Draft {
         block_size: usize,
     ) {
         let (offsets, num_offsets) = sections.get(Section::BlockTableOffsets);
-        let begin = buffer.len();
+        let begin = buffer.len().next_multiple_of(SECTION_ALIGNMENT);
+        buffer.resize(begin, 0);
         for (i, entry) in self.entries.iter().enumerate() {
             let Some(group) = &groups[entry.slot as usize] else { continue };
             let blocks = group.sequences[entry.sequence as usize].table.blocks();
@@ -229,7 +232,7 @@ impl Draft {
 
     fn variable_sections(&self, buffer: &mut Vec<i32>, sections: &mut SectionTable, extras: &Extras) {
         let mut append = |section: Section, words: &[i32]| {
-            sections.place(section, words.len());
+            buffer.resize(sections.place(section, words.len()), 0);
             buffer.extend_from_slice(words);
         };
         append(Section::SwapOut, self.swap_out.as_flattened());
@@ -289,10 +292,13 @@ impl SectionTable {
         Self { words: [0; 2 * NUM_SECTIONS], end: HEADER_LEN }
     }
 
-    fn place(&mut self, section: Section, len: usize) {
-        self.words[2 * section as usize] = self.end as i32;
+    /// Put a section after those placed so far, and return where it starts.
+    fn place(&mut self, section: Section, len: usize) -> usize {
+        let start = self.end.next_multiple_of(SECTION_ALIGNMENT);
+        self.words[2 * section as usize] = start as i32;
         self.words[2 * section as usize + 1] = len as i32;
-        self.end += len;
+        self.end = start + len;
+        start
     }
 
     fn get(&self, section: Section) -> (usize, usize) {
@@ -301,10 +307,11 @@ impl SectionTable {
 
     /// The first eight sections as slices.
     fn split_fixed<'a>(&self, buffer: &'a mut [i32]) -> [&'a mut [i32]; 8] {
-        let (_, mut rest) = buffer.split_at_mut(HEADER_LEN);
+        let (mut rest, mut at) = (buffer, 0);
         std::array::from_fn(|section| {
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(self.words[2 * section + 1] as usize);
-            rest = tail;
+            let (start, len) = (self.words[2 * section] as usize, self.words[2 * section + 1] as usize);
+            let (part, tail) = std::mem::take(&mut rest)[start - at..].split_at_mut(len);
+            (rest, at) = (tail, start + len);
             part
         })
     }

@@ -31,6 +31,8 @@
 //! | `banned` | n × 2 | (row, token id that may not be sampled) |
 //! | `prompt_rows` | n × 3 | (token, id of the next prompt token, logprobs wanted): prompt log-probabilities |
 //!
+//! Sections start at multiples of [`SECTION_ALIGNMENT`] words; the words between them mean nothing.
+//!
 //! Sequences with one query token come first (`num_decodes` of them), longer queries after them. Inside a step the
 //! order is: swap out, swap in, copies, then KV writes, then attention.
 
@@ -68,6 +70,9 @@ pub enum Header {
     /// Number of sections that follow.
     NumSections,
 }
+
+/// Words: 16 bytes, which kernels load at once.
+pub const SECTION_ALIGNMENT: usize = 4;
 
 /// Scalars before the section table.
 pub const NUM_SCALARS: usize = 13;

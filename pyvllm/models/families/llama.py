@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from pyvllm.layers.mlp import ACTIVATIONS
+from pyvllm.kernels import ACTIVATIONS
 from pyvllm.models.config_fields import choice, flag, integer, number, rope
 from pyvllm.models.spec import ModelSpec
 

@@ -1,7 +1,8 @@
 //! The layout of a plan, section by section.
 
 use pyvllm_core::plan::{
-    HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, RowParam, Section, StepPlan, flags,
+    HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, RowParam, SECTION_ALIGNMENT, Section, StepPlan,
+    flags,
 };
 use pyvllm_core::request::SamplingParams;
 
@@ -24,15 +25,16 @@ fn first_plan(params: SamplingParams) -> StepPlan {
 }
 
 #[test]
-fn sections_follow_the_header_without_gaps() {
+fn sections_follow_the_header_each_at_the_next_aligned_word() {
     let plan = first_plan(greedy(2));
     assert_eq!(plan.buffer[0], MAGIC);
-    let mut end = HEADER_LEN as i32;
+    let mut end = HEADER_LEN;
     for section in 0..NUM_SECTIONS {
-        assert_eq!(plan.buffer[NUM_SCALARS + 2 * section], end, "section {section}");
-        end += plan.buffer[NUM_SCALARS + 2 * section + 1];
+        let start = end.next_multiple_of(SECTION_ALIGNMENT);
+        assert_eq!(plan.buffer[NUM_SCALARS + 2 * section] as usize, start, "section {section}");
+        end = start + plan.buffer[NUM_SCALARS + 2 * section + 1] as usize;
     }
-    assert_eq!(end as usize, plan.buffer.len());
+    assert_eq!(end, plan.buffer.len());
 }
 
 #[test]
