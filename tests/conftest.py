@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Read when triton is imported: its kernels then run on the CPU, one program after another.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from pyvllm import LLM
 from pyvllm.hub import resolve_model
 from tests.idle import assert_idle, engine_of

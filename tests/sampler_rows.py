@@ -11,12 +11,15 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from pyvllm.kernels import AnyKernels
+from pyvllm.kernels.cpu import CpuKernels
 from pyvllm.sampler import Sampled, sample
 from pyvllm.step import Flags, Header, RowParam, StepView
 from tests.plans import encode, view
 
 INT32 = NDArray[np.int32]
 NEVER = -math.inf
+CPU_KERNELS = CpuKernels()
 
 
 @dataclass(kw_only=True)
@@ -92,9 +95,14 @@ def step_of(rows: Sequence[Row], padding: int = 0) -> StepView:
     return plan(row_params(rows), sections, padding)
 
 
-def sample_rows(logits: Tensor, rows: Sequence[Row], previous: Sequence[int] | None = None) -> Sampled:
+def sample_rows(
+    logits: Tensor,
+    rows: Sequence[Row],
+    previous: Sequence[int] | None = None,
+    kernels: AnyKernels = CPU_KERNELS,
+) -> Sampled:
     previous_tokens = None if previous is None else torch.tensor(previous, dtype=torch.int32)
-    return sample(logits, step_of(rows), previous_tokens, vocab_size=logits.shape[1])
+    return sample(logits, step_of(rows), previous_tokens, kernels=kernels, vocab_size=logits.shape[1])
 
 
 def many(row: Row, count: int) -> StepView:

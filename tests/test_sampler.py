@@ -15,13 +15,24 @@ from torch import Tensor
 from pyvllm import noise, sampler
 from pyvllm.sampler import prompt_logprobs, sample
 from pyvllm.step import RowParam
-from tests.sampler_rows import NEVER, Row, many, naive_bits, naive_filter, plan, row_params, sample_rows, step_of
+from tests.sampler_rows import (
+    CPU_KERNELS,
+    NEVER,
+    Row,
+    many,
+    naive_bits,
+    naive_filter,
+    plan,
+    row_params,
+    sample_rows,
+    step_of,
+)
 
 
 def draws(logits: Sequence[float], row: Row, count: int) -> NDArray[np.int64]:
     """How often each token is drawn."""
-    rows = torch.tensor(logits).expand(count, -1)
-    tokens = sample(rows, many(row, count), None, vocab_size=len(logits)).token_ids[:, 0]
+    rows = torch.tensor(logits).float().expand(count, -1)
+    tokens = sample(rows, many(row, count), None, kernels=CPU_KERNELS, vocab_size=len(logits)).token_ids[:, 0]
     return np.bincount(tokens.numpy(), minlength=len(logits))
 
 
@@ -122,14 +133,14 @@ def test_b061_scope_of_the_penalties(row: Row, changed: dict[int, float], listed
     expected = logits.clone()
     expected[1, list(changed)] = torch.tensor(list(changed.values()))
     step = step_of([Row(), replace(row, listed=listed)])
-    values = sampler._transform(logits, step, torch.tensor([3, 5, 9], dtype=torch.int32))
+    values = sampler._transform(logits, step, torch.tensor([3, 5, 9], dtype=torch.int32), CPU_KERNELS, 12)
     torch.testing.assert_close(values, expected)
 
 
 def test_penalties_follow_bias_and_do_not_free_masked_tokens() -> None:
     row = Row(repetition=2.0, frequency=-2.0, listed=[(0, 2), (1, 1), (2, 1)], bias={0: 3.0, 1: 50.0})
     row = replace(row, allowed=[0, 2, 3], banned=[2])
-    values = sampler._transform(torch.zeros(1, 5), step_of([row]), None)[0]
+    values = sampler._transform(torch.zeros(1, 5), step_of([row]), None, CPU_KERNELS, 5)[0]
     assert values[[0, 3]].tolist() == [3 / 2 + 4, 0]
     assert (values[[1, 2, 4]] <= torch.finfo(torch.float32).min).all()
 
@@ -140,12 +151,12 @@ def test_b063_padded_vocabulary_is_never_sampled_nor_counted(row: Row) -> None:
     logits[:, :60] = -5
     logits[:, 33] = -4.9
     params = row_params([replace(row, key=(seed, 1), num_logprobs=62) for seed in range(400)])
-    result = sample(logits, plan(params), None, vocab_size=60)
+    result = sample(logits, plan(params), None, kernels=CPU_KERNELS, vocab_size=60)
     assert int(result.token_ids.max()) < 60
     assert result.table is not None
     assert result.table.token_ids.shape == (400, 61)
     torch.testing.assert_close(result.table.logprobs[:, 1:].exp().sum(-1), torch.ones(400))
-    prompt = prompt_logprobs(logits, torch.zeros(400, dtype=torch.int64), 2, vocab_size=60)
+    prompt = prompt_logprobs(logits, torch.zeros(400, dtype=torch.int64), 2, kernels=CPU_KERNELS, vocab_size=60)
     torch.testing.assert_close(prompt.logprobs[0, 0], torch.log_softmax(logits[0, :60], -1)[0])
 
 
@@ -186,7 +197,9 @@ def test_b067_the_distribution_is_right(row: Row, sequential_seeds: bool) -> Non
     if sequential_seeds:
         step.row_params[:, RowParam.NOISE_KEY_0] = torch.arange(count, dtype=torch.int32)
         step.row_params[:, RowParam.NOISE_KEY_1] = 0
-    tokens = sample(torch.from_numpy(logits).expand(count, -1), step, None, vocab_size=8).token_ids[:, 0]
+    tokens = sample(
+        torch.from_numpy(logits).expand(count, -1), step, None, kernels=CPU_KERNELS, vocab_size=8
+    ).token_ids[:, 0]
     counts = np.bincount(tokens.numpy(), minlength=8)
     p, _ = naive_filter(logits.astype(np.float64), row)
     assert counts[p == 0].sum() == 0
@@ -279,7 +292,7 @@ def test_prompt_logprobs_equal_log_softmax(positions: int, top: int) -> None:
     torch.manual_seed(positions)
     logits = torch.randn(positions, 400).bfloat16()
     targets = torch.randint(0, 400, (positions,), dtype=torch.int32)
-    result = prompt_logprobs(logits, targets, top, vocab_size=400)
+    result = prompt_logprobs(logits, targets, top, kernels=CPU_KERNELS, vocab_size=400)
     ids, logprobs, ranks = expected_table(logits, targets, top)
     assert torch.equal(result.token_ids, ids)
     assert torch.equal(result.logprobs, logprobs)

@@ -11,9 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyvllm import sampler
+from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.sampler import sample
-from tests.sampler_rows import NEVER, Row, log_softmax, naive_token, naive_transform, random_row, sample_rows, step_of
+from tests.sampler_rows import (
+    CPU_KERNELS,
+    NEVER,
+    Row,
+    log_softmax,
+    naive_token,
+    naive_transform,
+    random_row,
+    sample_rows,
+    step_of,
+)
 
 # --- independence of the batch ----------------------------------------------------------------------------------------
 
@@ -46,17 +56,19 @@ def test_a_neighbours_seed_changes_only_the_neighbour() -> None:
     assert len({neighbours for _, neighbours in tokens}) > 10
 
 
-def test_the_form_for_accelerators_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_kernels_give_what_plain_torch_gives() -> None:
     rng = np.random.default_rng(3)
     rows = [random_row(rng, 700, 3) for _ in range(60)]
     logits = torch.randn(60, 700, generator=torch.Generator().manual_seed(1)) * 3
-    by_need = sample_rows(logits, rows, [5, 6, 7])
-    monkeypatch.setattr(sampler, "_row_chunks", lambda mask, _: (torch.arange(len(mask)),))
-    monkeypatch.setattr(sampler, "_CPU_WIDTHS", ())
-    for_all = sample_rows(logits, rows, [5, 6, 7])
-    assert torch.equal(by_need.token_ids, for_all.token_ids)
-    wanted = [i for i, row in enumerate(rows) if row.num_logprobs >= 0 or row.num_candidates > 1]
-    assert torch.equal(by_need.logprobs[wanted], for_all.logprobs[wanted])
+    result = sample_rows(logits, rows, [5, 6, 7])
+    plain = sample_rows(logits, rows, [5, 6, 7], ReferenceKernels())
+    assert torch.equal(result.token_ids, plain.token_ids)
+    assert torch.equal(result.logprobs, plain.logprobs)
+    assert result.table is not None
+    assert plain.table is not None
+    assert torch.equal(result.table.token_ids, plain.table.token_ids)
+    assert torch.equal(result.table.logprobs, plain.table.logprobs)
+    assert torch.equal(result.table.ranks, plain.table.ranks)
 
 
 def test_padding_rows_and_the_callers_logits_are_left_alone() -> None:
@@ -64,7 +76,9 @@ def test_padding_rows_and_the_callers_logits_are_left_alone() -> None:
     rows = [random_row(rng, 300, 1) for _ in range(20)]
     logits = torch.randn(24, 300)
     before = logits.clone()
-    padded = sample(logits, step_of(rows, padding=4), torch.tensor([3], dtype=torch.int32), vocab_size=300)
+    padded = sample(
+        logits, step_of(rows, padding=4), torch.tensor([3], dtype=torch.int32), kernels=CPU_KERNELS, vocab_size=300
+    )
     assert torch.equal(logits, before)
     exact = sample_rows(logits[:20], rows, [3])
     assert torch.equal(padded.token_ids[:20], exact.token_ids)

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyvllm.kernels import cpu_sampling
 from pyvllm.kernels.interface import Attention, Kernels, LinearFunction
-from pyvllm.step import StepView
+from pyvllm.kernels.plain_sampling import LogprobRows
+from pyvllm.step import Flags, StepView
 
 # Elements of padding (columns * K * D) that cost about as much as one more group of sequences.
 _GROUP_COST = 1 << 18
@@ -126,6 +128,22 @@ class CpuKernels(Kernels[CpuPlan]):
             tokens = slice(chunk.start, chunk.end)
             output[tokens] = _attend_chunk(query[tokens], block_rows, chunk, plan.attention)
         return output.flatten(1)
+
+    def pick(self, values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
+        """See `Kernels.pick`."""
+        return cpu_sampling.pick(values, row_params, flags, vocab_size)
+
+    def log_softmax_(self, values: Tensor, wanted: Tensor) -> None:
+        """See `Kernels.log_softmax_`."""
+        cpu_sampling.log_softmax_(values, wanted)
+
+    def best(self, values: Tensor, count: int, wanted: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """See `Kernels.best`."""
+        return cpu_sampling.best(values, count, wanted, vocab_size)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, wanted: Tensor, max_top: int, vocab_size: int) -> LogprobRows:
+        """See `Kernels.logprobs`."""
+        return cpu_sampling.logprobs(logits, tokens, wanted, max_top, vocab_size)
 
 
 def _packs(dtype: torch.dtype) -> bool:

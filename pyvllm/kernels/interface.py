@@ -18,9 +18,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import Tensor
 from torch.nn import functional
 
-from pyvllm.kernels import plain
+from pyvllm.kernels import plain, plain_sampling
 from pyvllm.kernels.plain import ACTIVATIONS, Heads, Norm, RopeTables
-from pyvllm.step import StepView
+from pyvllm.kernels.plain_sampling import LogprobRows
+from pyvllm.step import Flags, StepView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,13 @@ class Kernels(ABC, Generic[PlanT]):
         """Rows of `table` `[V, size]` for `token_ids` `[T]` int32, -1 - i standing for `previous[i]`: `[T, size]`."""
         return functional.embedding(plain.resolve(token_ids, previous), table)
 
-    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, of: Norm) -> Tensor:
         """`[..., size]` -> the same shape, a new tensor."""
-        return plain.norm(x, norm)
+        return plain.norm(x, of)
 
-    def add_norm(self, hidden: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+    def add_norm(self, hidden: Tensor, delta: Tensor, of: Norm) -> Tensor:
         """Add `delta` to `hidden` in place, both `[T, size]`; returns the norm of the sum, a new tensor."""
-        return plain.norm(hidden.add_(delta), norm)
+        return plain.norm(hidden.add_(delta), of)
 
     def angles(self, rope: RopeTables | None, positions: Tensor) -> object:
         """What `rotate_and_store` needs to know of a step's `positions` `[T]` int32; made once a step.
@@ -130,6 +131,35 @@ class Kernels(ABC, Generic[PlanT]):
         """activation(gate) * up of `[T, 2 * size]`, gates first: `[T, size]`."""
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate).mul_(up)
+
+    def pick(self, values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
+        """One token a row: `[R]` int32.
+
+        `values` `[R, >= V]`, any float type, not changed: transformed logits, of which the first `vocab_size` = V
+        columns count. `row_params` `[R, fields]` int32 and `flags`: as in the plan. Rows of temperature 0 take the
+        greatest value, the lowest id among equals. The others draw from what min_p, top_k and top_p leave of
+        `value / temperature`, with the noise that `pyvllm/noise.py` specifies. Without a finite value the token is 0.
+        """
+        return plain_sampling.pick(values, row_params, flags, vocab_size)
+
+    def log_softmax_(self, values: Tensor, wanted: Tensor) -> None:
+        """Replace by their log-softmax the rows of `values` `[R, V]` float32 where `wanted` `[R]` bool holds."""
+        plain_sampling.log_softmax_(values, wanted)
+
+    def best(self, values: Tensor, count: int, wanted: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """The greatest of the first `vocab_size` = V columns of `values` `[R, >= V]` in order, ties: lower id first.
+
+        Values `[R, count]` float32 and ids `[R, count]` int32, without meaning in rows that `wanted` `[R]` bool leaves
+        out.
+        """
+        return plain_sampling.best_rows(values, count, vocab_size)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, wanted: Tensor, max_top: int, vocab_size: int) -> LogprobRows:
+        """Log-probabilities of `tokens` `[R]` int32, and of the `max_top` (at most V) most probable ones.
+
+        `logits` `[R, >= V]`, any float type, not changed. Rows that `wanted` `[R]` bool leaves out are 0.
+        """
+        return plain_sampling.logprob_rows(logits, tokens, wanted, max_top, vocab_size)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         """Copy blocks inside a pool `[L, N, 2, K, B, D]`, one after another: `pairs` `[n, 2]` of source, target."""

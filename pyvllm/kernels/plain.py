@@ -30,7 +30,7 @@ class Norm:
     """RMSNorm, x / sqrt(mean(x^2) + eps) * weight over the last dimension, or LayerNorm; computed in float32."""
 
     weight: Tensor
-    """`[size]`."""
+    """`[size]`; in float32 where the model's dtype would not hold it (with `weight_in_float32`)."""
     bias: Tensor | None = None
     """`[size]`."""
     eps: float
@@ -81,6 +81,8 @@ def norm(x: Tensor, of: Norm) -> Tensor:
     size = of.weight.shape
     if of.centred:
         return functional.layer_norm(x, size, of.weight, of.bias, of.eps)
+    if of.weight.dtype != x.dtype:
+        return functional.rms_norm(x.float(), size, of.weight, of.eps).to(x.dtype)
     if of.weight_in_float32 or x.dtype == torch.float32:
         return functional.rms_norm(x, size, of.weight, of.eps)
     return functional.rms_norm(x, size, None, of.eps).mul_(of.weight)

@@ -1,0 +1,159 @@
+"""CUDA sources are compiled for Hopper without a GPU, and their code stays in registers."""
+
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyvllm.kernels.cuda import compile as cuda_compile
+from pyvllm.kernels.cuda.compile import MAX_SHARED_BYTES, CompileError, Variant, compile_all, compile_cubin, missing
+from pyvllm.kernels.cuda.decode import plan_launch as plan_launch_decode
+from pyvllm.kernels.cuda.linear import plan_launch, supports
+from pyvllm.kernels.interface import Attention
+from pyvllm.kernels.plain import Heads, Norm, RopeTables
+from pyvllm.kernels.triton.attention_config import DecodeConfig, decode_constants
+
+_MISSING = missing()
+pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"kernels cannot be compiled here: {_MISSING}")
+
+# N, K of some matrices of Llama-3-8B and Qwen3-0.6B.
+SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (6144, 1024)]
+
+
+def _gemv_variants() -> list[Variant]:
+    """In bfloat16 all that these shapes need, and the rest for one of them."""
+    shapes = [(m, n, k, torch.bfloat16, norm) for n, k in SHAPES for m in (1, 16) for norm in (0, 1)]
+    shapes += [(m, 6144, 4096, torch.float16, norm) for m in (1, 16) for norm in (0, 2)]
+    variants = {
+        plan_launch(m, n, k, dtype, norm=norm, gated=gated, multiprocessors=132).variant
+        for m, n, k, dtype, norm in shapes
+        for gated in (False, True)
+        if supports(m, n, k, dtype)
+    }
+    return sorted(variants, key=repr)
+
+
+def _decode_variants() -> list[Variant]:
+    variants = []
+    for head_dim in (64, 128, 192, 256):
+        for group, block_size, flags in ((2, 16, False), (8, 64, False), (4, 32, True)):
+            attention = Attention(
+                num_heads=group,
+                num_kv_heads=1,
+                head_dim=head_dim,
+                scale=1.0,
+                softcap=30.0 if flags else None,
+                alibi_slopes=(1.0,) * group if flags else None,
+            )
+            dtype = torch.float16 if flags else torch.bfloat16
+            kv_layer = torch.empty(1, 2, 1, block_size, head_dim, dtype=dtype)
+            constants = decode_constants(attention, kv_layer, DecodeConfig())
+            norm = Norm(weight=torch.empty(head_dim, dtype=dtype), eps=1e-6)
+            rope = RopeTables(cos=torch.empty(1, head_dim), sin=torch.empty(1, head_dim), interleaved=False)
+            heads = Heads(num_heads=group, num_kv_heads=1, head_dim=head_dim, query_norm=norm, key_norm=norm, rope=rope)
+            for fused in (None, heads):
+                launch = plan_launch_decode(attention, constants, 1, kv_layer, fused)
+                assert launch.shared_bytes <= MAX_SHARED_BYTES
+                variants.append(launch.variant)
+    return variants
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("PYVLLM_CACHE_ROOT", str(tmp_path))
+    return tmp_path / "cubins"
+
+
+def _resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers and bytes of stack of the kernel, as `cuobjdump`, which comes with Triton, reads them."""
+    triton = pytest.importorskip("triton")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "-res-usage", str(path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in text.splitlines() if "REG:" in line)
+    return {name: int(value) for name, value in (field.split(":") for field in line.split())}
+
+
+def test_every_gemv_variant_of_known_models_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
+    variants = _gemv_variants()
+    compile_all(variants)
+    for variant in variants:
+        resources = _resources(compile_cubin(variant), tmp_path)
+        assert resources["STACK"] == 0, variant
+        assert resources["LOCAL"] == 0, variant
+        # Blocks of two kernels that follow each other share a multiprocessor's 65,536 registers.
+        assert resources["REG"] * 256 <= 32768, variant
+
+
+def test_every_decode_variant_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
+    variants = _decode_variants()
+    compile_all(variants)
+    for variant in variants:
+        resources = _resources(compile_cubin(variant), tmp_path)
+        assert resources["STACK"] == 0, variant
+        assert resources["LOCAL"] == 0, variant
+
+
+def test_gemv_shared_memory_fits_and_leaves_room_for_the_next_kernel_at_batch_one() -> None:
+    for n, k in SHAPES:
+        one = plan_launch(1, n, k, torch.bfloat16, norm=0, gated=False, multiprocessors=132)
+        assert 2 * (one.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024, (n, k)
+        most = max(m for m in range(1, 17) if supports(m, n, k, torch.bfloat16))
+        for norm in (0, 1):
+            plan = plan_launch(most, n, k, torch.bfloat16, norm=norm, gated=False, multiprocessors=132)
+            assert plan.shared_bytes <= MAX_SHARED_BYTES
+
+
+def test_a_cubin_is_read_from_the_cache_and_made_anew_when_the_file_is_damaged(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = _gemv_variants()[0]
+    cubin = compile_cubin(variant)
+    (path,) = cache.iterdir()
+    compiled: list[str] = []
+    real = cuda_compile._compile
+
+    def watched(name: str, texts: Mapping[str, str], options: Sequence[str]) -> bytes:
+        compiled.append(name)
+        return real(name, texts, options)
+
+    monkeypatch.setattr(cuda_compile, "_compile", watched)
+    assert compile_cubin(variant) == cubin
+    assert not compiled
+    for damaged in (b"", b"short", path.read_bytes()[:-1], path.read_bytes()[:40] + b"x" + path.read_bytes()[41:]):
+        path.write_bytes(damaged)
+        compiled.clear()
+        assert compile_cubin(variant) == cubin
+        assert compiled
+    assert [file.name for file in cache.iterdir()] == [path.name]
+
+
+def test_an_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("PYVLLM_CACHE_ROOT", str(tmp_path / "file"))
+    assert compile_cubin(_gemv_variants()[0]).startswith(b"\x7fELF")
+
+
+def test_threads_that_compile_the_same_variant_leave_one_whole_file(cache: Path) -> None:
+    variant = _gemv_variants()[0]
+    cubins: list[bytes] = []
+    threads = [threading.Thread(target=lambda: cubins.append(compile_cubin(variant))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (path,) = cache.iterdir()
+    assert cubins == [path.read_bytes()[32:]] * 4
+
+
+def test_a_refused_source_raises_with_the_compilers_log(cache: Path) -> None:
+    broken = Variant(source="gemv.cu", defines=(("FLOAT16", 0),))
+    with pytest.raises(CompileError, match=r"gemv\.cu.*WARPS"):
+        compile_cubin(broken)
+    assert not cache.exists()
