@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, select
@@ -35,6 +38,12 @@ LLAMA3 = {
     "rope_theta": 500.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 300.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(32)],
+    "long_factor": [1.0 + 0.5 * i for i in range(32)],
+    "original_max_position_embeddings": 1024,
+}
 # Name -> (model type, fields of its config beside SIZES).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {}),
@@ -69,6 +78,27 @@ def hf_model(name: str) -> Any:
     return model
 
 
+def random_model(model_type: str, *, seed: int = 0, std: float = 0.25, **fields: Any) -> Any:
+    """A random model of any family: matrices are normal(0, `std`), constants (norms, biases) are strewn about."""
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=std)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def saved_state(model: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `save_pretrained` writes: the contents of config.json, and the tensors under their names on disk."""
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config, load_file(folder / "model.safetensors")
+
+
 def config_of(model: Any) -> dict[str, Any]:
     """What its config.json holds."""
     return dict(model.config.to_dict()) | {"architectures": [type(model).__name__]}
@@ -83,7 +113,7 @@ def load(spec: ModelSpec, state: Mapping[str, Tensor], *, max_model_len: int = 8
             assert parts is not None, name
             for slot, part in parts:
                 slots.pop(slot).copy_(part)
-    assert not slots
+    assert not slots, slots.keys()
     return decoder
 
 
@@ -124,6 +154,31 @@ class Paged:
         hidden = self.decoder.forward(step, torch.zeros(1, dtype=torch.int32), self.kv.layers, self.kernels)
         parts = torch.split(self.decoder.logits(hidden, self.kernels), [len(tokens[i]) for i in order])
         return dict(zip(order, parts, strict=True))
+
+
+def check_every_position(decoder: Decoder, expected: Callable[[list[int]], Tensor], *, block_size: int) -> None:
+    """Three texts side by side: one whole and then token by token, one in chunks, one that starts later. Logits are
+    within 1e-4 of `expected`, which gives those of all positions of a text.
+    """
+    paged = Paged(decoder, block_size=block_size)
+    texts = [random_ids(26), random_ids(31), random_ids(19)]
+    steps = [
+        {0: texts[0][:20], 1: texts[1][:1]},
+        {0: texts[0][20:21], 1: texts[1][1:9], 2: texts[2][:11]},
+        {0: texts[0][21:22], 1: texts[1][9:25], 2: texts[2][11:12]},
+        *({0: texts[0][i : i + 1], 1: texts[1][i + 3 : i + 4], 2: texts[2][i - 10 : i - 9]} for i in range(22, 26)),
+        {1: texts[1][29:30], 2: texts[2][16:19]},
+        {1: texts[1][30:31]},
+    ]
+    found: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+    fed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in steps:
+        for sequence, logits in paged.step(step).items():
+            found[sequence].append(logits)
+            fed[sequence] += step[sequence]
+    assert [fed[i] for i in range(3)] == texts
+    for sequence, text in enumerate(texts):
+        torch.testing.assert_close(torch.cat(found[sequence]), expected(text), atol=1e-4, rtol=1e-5)
 
 
 def random_ids(length: int) -> list[int]:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, Attention, Heads, Norm, RopeTables
 from pyvllm.layers.linear import Linear
+from pyvllm.layers.norm import NormSpec, empty_norm, norm_slots
+
+NormedOver: TypeAlias = Literal["head", "each_head", "width"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryKeyNorm:
+    """The norm of queries and of keys, before their rotation."""
+
+    norm: NormSpec
+    over: NormedOver = "head"
+    """head: each head is normed, all with the same weights; each_head: each with its own; width: all heads as one."""
 
 
 class SelfAttention:
@@ -19,16 +35,20 @@ class SelfAttention:
         *,
         qkv_bias: bool,
         o_bias: bool,
-        head_norms: tuple[Norm, Norm] | None,
+        clip: float | None,
+        qk_norm: QueryKeyNorm | None,
         rope: RopeTables | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`head_norms`: of each query and each key head. `rope` is shared by layers."""
+        """`clip`: queries, keys and values are cut off at it and at -`clip`. `rope` is shared by layers."""
         q_size, kv_size = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
         self._qkv = Linear.empty(size, q_size, kv_size, kv_size, bias=qkv_bias, dtype=dtype, device=device)
         self._o = Linear.empty(q_size, size, bias=o_bias, dtype=dtype, device=device)
-        query_norm, key_norm = head_norms or (None, None)
+        self._clip = clip
+        self._norms = None if qk_norm is None else _NORMS[qk_norm.over](qk_norm.norm, attention, dtype, device)
+        query_norm, key_norm = self._norms.pair if isinstance(self._norms, _ByHead) else (None, None)
+        self._before = None if isinstance(self._norms, _ByHead) else self._norms
         self._heads = Heads(
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
@@ -40,17 +60,93 @@ class SelfAttention:
 
     def slots(self) -> dict[str, Tensor]:
         """Parameters by neutral name, without the layer's prefix."""
-        slots = self._qkv.slots("q", "k", "v") | self._o.slots("o")
-        norms = {"q_norm": self._heads.query_norm, "k_norm": self._heads.key_norm}
-        slots |= {name: norm.weight for name, norm in norms.items() if norm is not None}
-        return slots
+        norms = {} if self._norms is None else self._norms.slots()
+        return self._qkv.slots("q", "k", "v") | self._o.slots("o") | norms
 
     def pack(self, kernels: AnyKernels) -> None:
         """See `Linear.pack`."""
         self._qkv.pack(kernels)
         self._o.pack(kernels)
 
-    def __call__(self, x: Tensor, angles: object, kv_layer: Tensor, plan: object, kernels: AnyKernels) -> Tensor:
-        """`x` [T, size] -> [T, size]. `angles`: what `kernels.angles` gave; `plan`: what `kernels.plan` gave."""
-        query = kernels.rotate_and_store(self._qkv(x), self._heads, angles, kv_layer, plan)
-        return self._o(kernels.paged_attention(query, kv_layer, plan))
+    def __call__(
+        self,
+        x: Tensor,
+        angles: object,
+        kv_layer: Tensor,
+        plan: object,
+        kernels: AnyKernels,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`x` [T, size] -> [T, size]. `angles`: what `kernels.angles` gave; `plan`: what `kernels.plan` gave.
+
+        `rows` [R]: tokens whose results are wanted, [R, size]; of the others only keys and values are.
+        """
+        qkv = self._qkv(x)
+        if self._clip is not None:
+            qkv.clamp_(-self._clip, self._clip)
+        if self._before is not None:
+            self._before.norm_(qkv, kernels)
+        query = kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
+        if rows is not None and not len(rows):
+            return x[:0]
+        context = kernels.paged_attention(query, kv_layer, plan)
+        return self._o(context if rows is None else context.index_select(0, rows))
+
+
+class _ByHead:
+    """The kernels norm heads together with the rotation."""
+
+    def __init__(self, spec: NormSpec, attention: Attention, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self.pair = (
+            empty_norm(spec, attention.head_dim, dtype=dtype, device=device),
+            empty_norm(spec, attention.head_dim, dtype=dtype, device=device),
+        )
+
+    def slots(self) -> dict[str, Tensor]:
+        return norm_slots(self._spec, q_norm=self.pair[0], k_norm=self.pair[1])
+
+
+class _ByWidth:
+    """All query heads are one vector, and so are all key heads."""
+
+    def __init__(self, spec: NormSpec, attention: Attention, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self._sizes = [heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads)]
+        self._norms = [empty_norm(spec, size, dtype=dtype, device=device) for size in self._sizes]
+
+    def slots(self) -> dict[str, Tensor]:
+        return norm_slots(self._spec, q_norm=self._norms[0], k_norm=self._norms[1])
+
+    def norm_(self, qkv: Tensor, kernels: AnyKernels) -> None:
+        parts = torch.split(qkv[:, : sum(self._sizes)], self._sizes, 1)
+        for part, norm in zip(parts, self._norms, strict=True):
+            part.copy_(kernels.norm(part.contiguous(), norm))
+
+
+class _ByEachHead:
+    """Each head has a weight of its own: the quotient times a matrix of weights."""
+
+    def __init__(self, spec: NormSpec, attention: Attention, dtype: torch.dtype, device: torch.device) -> None:
+        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self._shape = (-1, attention.num_heads + attention.num_kv_heads, attention.head_dim)
+        self._weight = torch.empty(self._shape[1:], dtype=dtype, device=device)
+        ones = torch.ones(attention.head_dim, dtype=dtype, device=device)
+        self._quotient = Norm(weight=ones, eps=spec.eps, centred=spec.centred)
+
+    def slots(self) -> dict[str, Tensor]:
+        queries = {f"q_norm.{head}": self._weight[head] for head in range(self._num_heads)}
+        return queries | {f"k_norm.{head}": self._weight[self._num_heads + head] for head in range(self._num_kv_heads)}
+
+    def norm_(self, qkv: Tensor, kernels: AnyKernels) -> None:
+        turned = qkv[:, : self._weight.numel()]
+        normed = kernels.norm(turned.reshape(self._shape), self._quotient)
+        turned.copy_(normed.mul_(self._weight).flatten(1))
+
+
+_Norms: TypeAlias = _ByHead | _ByWidth | _ByEachHead
+_NORMS: Final[Mapping[NormedOver, Callable[[NormSpec, Attention, torch.dtype, torch.device], _Norms]]] = {
+    "head": _ByHead,
+    "width": _ByWidth,
+    "each_head": _ByEachHead,
+}

@@ -31,3 +31,27 @@ class GatedMLP:
     def __call__(self, x: Tensor, kernels: AnyKernels) -> Tensor:
         """`[T, size]` -> `[T, size]`."""
         return self._down(kernels.gated(self._gate_up(x), self._activation))
+
+
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    def __init__(
+        self, size: int, hidden_size: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._up = Linear.empty(size, hidden_size, bias=bias, dtype=dtype, device=device)
+        self._down = Linear.empty(hidden_size, size, bias=bias, dtype=dtype, device=device)
+        self._activation = activation
+
+    def slots(self) -> dict[str, Tensor]:
+        """Parameters by neutral name, without the layer's prefix."""
+        return self._up.slots("up") | self._down.slots("down")
+
+    def pack(self, kernels: AnyKernels) -> None:
+        """See `Linear.pack`."""
+        self._up.pack(kernels)
+        self._down.pack(kernels)
+
+    def __call__(self, x: Tensor, kernels: AnyKernels) -> Tensor:
+        """`[T, size]` -> `[T, size]`."""
+        return self._down(kernels.activate(self._up(x), self._activation))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyvllm.kernels import RopeTables
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,10 @@ class RopeSpec:
     truncate: bool = True
     """yarn: round the bounds between those to whole dimensions."""
     attention_factor: float = 1.0
-    """yarn: multiplies sine and cosine."""
+    """yarn, longrope: multiplies sine and cosine."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """longrope: how much slower each pair turns, where texts are at most `trained_len` long and where they are not."""
 
 
 def inverse_frequencies(rope: RopeSpec, num_positions: int = 1) -> Tensor:
@@ -60,6 +63,9 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int = 1) -> Tensor:
         return _llama3(rope, plain)
     if rope.rope_type == "yarn":
         return _yarn(rope, plain)
+    if rope.rope_type == "longrope":
+        # One choice for all: keys are kept from step to step, and must fit queries of later ones.
+        return plain / torch.tensor(rope.short_factors if num_positions <= rope.trained_len else rope.long_factors)
     return plain
 
 

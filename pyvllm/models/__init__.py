@@ -1,39 +1,62 @@
-"""Model families by the name that `config.json` gives in `architectures`."""
+"""Model families by the name that `config.json` gives in `architectures`.
+
+A family is a function from the contents of `config.json` to a `ModelSpec`; the other names here are what such functions
+are written with. `ModelRegistry.register_model` adds one from outside: see examples/custom_family.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
+from pyvllm.layers.attention import QueryKeyNorm
+from pyvllm.layers.moe import ExpertsSpec
+from pyvllm.layers.norm import NormSpec
+from pyvllm.layers.rope import RopeSpec
+from pyvllm.models.base import (
+    HEAD_NORM_NAMES,
+    LLAMA_NAMES,
+    Family,
+    alibi_slopes,
+    base_spec,
+    layer_norm,
+    rms_norm,
+    with_mlp_size,
+)
+from pyvllm.models.config_fields import choice, flag, integer, number, renamed
 from pyvllm.models.decoder import Decoder
-from pyvllm.models.families import llama
+from pyvllm.models.registry import FAMILIES, ModelRegistry
 from pyvllm.models.spec import ModelSpec
+from pyvllm.models.stored import Stored, fused_qkv
 
-__all__ = ["ARCHITECTURES", "Decoder", "ModelSpec", "build_spec"]
-
-ARCHITECTURES: Final[Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]]] = {
-    "LlamaForCausalLM": llama.llama,
-    "LLaMAForCausalLM": llama.llama,
-    "YiForCausalLM": llama.llama,
-    "MistralForCausalLM": llama.mistral,
-    "Qwen2ForCausalLM": llama.qwen2,
-    "Qwen3ForCausalLM": llama.qwen3,
-}
-"""Architecture -> what makes its specification from the contents of `config.json`."""
+__all__ = [
+    "FAMILIES",
+    "HEAD_NORM_NAMES",
+    "LLAMA_NAMES",
+    "Decoder",
+    "ExpertsSpec",
+    "Family",
+    "ModelRegistry",
+    "ModelSpec",
+    "NormSpec",
+    "QueryKeyNorm",
+    "RopeSpec",
+    "Stored",
+    "alibi_slopes",
+    "base_spec",
+    "build_spec",
+    "choice",
+    "flag",
+    "fused_qkv",
+    "integer",
+    "layer_norm",
+    "number",
+    "renamed",
+    "rms_norm",
+    "with_mlp_size",
+]
 
 
 def build_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The specification of the model with these contents of `config.json`, in old or new spelling.
-
-    Raises `ValueError` naming the field and its value for an unknown architecture, a missing field, and whatever a
-    model asks for that is not supported.
-    """
-    if config.get("quantization_config"):
-        raise ValueError(f"config field quantization_config is {config['quantization_config']!r}, supported: none")
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise ValueError(f"config field architectures is {architectures!r}, must be a list of names")
-    for architecture in architectures:
-        if isinstance(architecture, str) and architecture in ARCHITECTURES:
-            return ARCHITECTURES[architecture](config)
-    raise ValueError(f"config field architectures is {architectures!r}, supported: {', '.join(ARCHITECTURES)}")
+    """See `Registry.build_spec`."""
+    return ModelRegistry.build_spec(config)

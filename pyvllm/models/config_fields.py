@@ -53,6 +53,12 @@ def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
     return value
 
 
+def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The config with fields of other names, old -> new, also under the new name where that is absent or null."""
+    known = {new: config[old] for old, new in names.items() if config.get(old) is not None}
+    return dict(config) | {new: value for new, value in known.items() if config.get(new) is None}
+
+
 def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeSpec:
     """Rotary positions in the old spelling (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -68,7 +74,7 @@ def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: i
     if dim % 2 or not 0 < dim <= head_dim:
         raise ValueError(f"config fields head_dim and partial_rotary_factor rotate {dim} of {head_dim} dimensions")
     trained_len = max_position_embeddings
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
         trained_len = integer(config, name, integer(fields, name, max_position_embeddings))
     spec = RopeSpec(rope_type=rope_type, theta=number(fields, "rope_theta", 10000.0), dim=dim, trained_len=trained_len)
@@ -76,6 +82,8 @@ def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: i
         return spec
     if rope_type == "yarn":
         return _yarn(spec, fields, default_factor=max_position_embeddings / trained_len)
+    if rope_type == "longrope":
+        return _longrope(spec, fields, default_factor=max_position_embeddings / trained_len)
     spec = replace(spec, factor=number(fields, "factor"))
     if rope_type == "llama3":
         low, high = number(fields, "low_freq_factor"), number(fields, "high_freq_factor")
@@ -100,3 +108,22 @@ def _yarn(spec: RopeSpec, fields: Mapping[str, Any], *, default_factor: float) -
         truncate=flag(fields, "truncate", True),
         attention_factor=number(fields, "attention_factor", attention_factor),
     )
+
+
+def _longrope(spec: RopeSpec, fields: Mapping[str, Any], *, default_factor: float) -> RopeSpec:
+    factor = number(fields, "factor", default_factor)
+    growth = math.sqrt(1 + math.log(factor) / math.log(spec.trained_len)) if factor > 1 else 1.0
+    return replace(
+        spec,
+        factor=factor,
+        short_factors=_factors(fields, "short_factor", spec.dim // 2),
+        long_factors=_factors(fields, "long_factor", spec.dim // 2),
+        attention_factor=number(fields, "attention_factor", growth),
+    )
+
+
+def _factors(fields: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"config field {name} is {values!r}, must be {count} numbers, one a pair of dimensions")
+    return tuple(number({name: value}, name) for value in values)

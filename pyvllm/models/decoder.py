@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyvllm.kernels import AnyKernels, Norm, RopeTables
+from pyvllm.kernels import AnyKernels, RopeTables
 from pyvllm.layers.attention import SelfAttention
-from pyvllm.layers.linear import Linear
-from pyvllm.layers.mlp import GatedMLP
+from pyvllm.layers.block import ARRANGEMENTS, Block
+from pyvllm.layers.embedding import Embedding
+from pyvllm.layers.head import Head
+from pyvllm.layers.mlp import GatedMLP, PlainMLP
+from pyvllm.layers.moe import Experts
 from pyvllm.layers.norm import empty_norm
 from pyvllm.layers.rope import rope_tables
 from pyvllm.models.spec import ModelSpec
@@ -22,16 +25,42 @@ class Decoder:
     """
 
     def __init__(self, spec: ModelSpec, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`max_model_len`: positions are below it."""
+        """`max_model_len`: positions are below it. Raises ValueError if the model has not learned so many."""
+        if spec.position_offset is not None and max_model_len > spec.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_model_len}, must be at most {spec.max_position_embeddings}: the model has "
+                "learned no further positions"
+            )
         self.spec = spec
-        self._embed = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        rope = None
-        if spec.rope is not None:
-            rope = rope_tables(spec.rope, num_positions=max_model_len, dtype=dtype, device=device)
-        self._rope = rope
-        self._layers = [_Layer(spec, layer, rope, dtype, device) for layer in range(spec.num_layers)]
-        self._final_norm = _norm(spec, spec.hidden_size, dtype, device)
-        self._head = Linear(self._embed if spec.tied else torch.empty_like(self._embed))
+        self._embedding = Embedding(
+            spec.vocab_size,
+            spec.hidden_size,
+            table_size=spec.embed_size,
+            num_positions=spec.max_position_embeddings,
+            position_offset=spec.position_offset,
+            scale=spec.embed_scale,
+            norm=spec.norm if spec.embed_norm else None,
+            dtype=dtype,
+            device=device,
+        )
+        ropes = list(dict.fromkeys(spec.ropes))
+        self._ropes = [
+            None if rope is None else rope_tables(rope, num_positions=max_model_len, dtype=dtype, device=device)
+            for rope in ropes
+        ]
+        self._rope_kinds = [ropes.index(rope) for rope in spec.ropes]
+        self._layers = [
+            _layer(spec, layer, self._ropes[kind], dtype, device) for layer, kind in enumerate(self._rope_kinds)
+        ]
+        self._head = Head(
+            self._embedding.table,
+            spec.hidden_size,
+            tied=spec.tied,
+            bias=spec.head_bias,
+            norm=spec.norm if spec.final_norm else None,
+            scale=spec.logit_scale,
+            softcap=spec.logit_softcap,
+        )
         by_layer = [spec.attention(layer) for layer in range(spec.num_layers)]
         self._attentions = list(dict.fromkeys(by_layer))
         self._kinds = [self._attentions.index(attention) for attention in by_layer]
@@ -41,88 +70,76 @@ class Decoder:
 
         Raises `RuntimeError` after `pack`.
         """
-        slots = {"embed": self._embed}
+        slots = self._embedding.slots()
         for i, layer in enumerate(self._layers):
             slots |= {f"layers.{i}.{name}": slot for name, slot in layer.slots().items()}
-        slots["final_norm"] = self._final_norm.weight
-        return slots if self.spec.tied else slots | self._head.slots("head")
+        return slots | self._head.slots()
 
     def pack(self, kernels: AnyKernels) -> None:
         """Hand the matrices, now filled, to the kernels, which may keep them in another layout."""
+        self._embedding.pack(kernels)
         for layer in self._layers:
             layer.pack(kernels)
         self._head.pack(kernels)
 
-    def forward(self, step: StepView, previous: Tensor, kv_layers: list[Tensor], kernels: AnyKernels) -> Tensor:
+    def forward(
+        self,
+        step: StepView,
+        previous: Tensor,
+        kv_layers: list[Tensor],
+        kernels: AnyKernels,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states [T, d] of the step's tokens, whose KV is written to `kv_layers` `[N, 2, K, B, D]` each.
 
-        `previous` [rows of the step before] int32: what negative token ids stand for.
+        `previous` [rows of the step before] int32: what negative token ids stand for. `rows` [R]: tokens whose states
+        are wanted, [R, d]: the last layer does no more for the others than to store their keys and values.
         """
         plans = [kernels.plan(step, attention, kv_layers[0]) for attention in self._attentions]
-        angles = kernels.angles(self._rope, step.positions)
-        hidden = kernels.embed(step.token_ids, previous, self._embed)
-        delta = None
-        for layer, kind, kv_layer in zip(self._layers, self._kinds, kv_layers, strict=True):
-            if delta is None:
-                normed = kernels.norm(hidden, layer.norm1)
-            else:
-                normed = kernels.add_norm(hidden, delta, layer.norm1)
-            delta = layer(hidden, normed, angles, kv_layer, plans[kind], kernels)
+        angles = [kernels.angles(rope, step.positions) for rope in self._ropes]
+        hidden, delta = self._embedding(step, previous, kernels), None
+        *others, last = zip(self._layers, self._rope_kinds, self._kinds, kv_layers, strict=True)
+        for layer, rope, kind, kv_layer in others:
+            hidden, delta = layer(hidden, delta, angles[rope], kv_layer, plans[kind], kernels)
+        layer, rope, kind, kv_layer = last
+        hidden, delta = layer(hidden, delta, angles[rope], kv_layer, plans[kind], kernels, rows)
         return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor, kernels: AnyKernels) -> Tensor:
         """Of rows `[R, d]` of what `forward` gave: `[R, V]`, in the model's dtype."""
-        return self._head(kernels.norm(hidden, self._final_norm))
+        return self._head(hidden, kernels)
 
 
-class _Layer:
-    def __init__(
-        self, spec: ModelSpec, layer: int, rope: RopeTables | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        head_norms = None
-        if spec.head_norms:
-            head_norms = (_norm(spec, spec.head_dim, dtype, device), _norm(spec, spec.head_dim, dtype, device))
-        self.norm1 = _norm(spec, spec.hidden_size, dtype, device)
-        self._attention = SelfAttention(
-            spec.hidden_size,
-            spec.attention(layer),
-            qkv_bias=spec.qkv_bias,
-            o_bias=spec.o_bias,
-            head_norms=head_norms,
-            rope=rope,
-            dtype=dtype,
-            device=device,
-        )
-        self._norm2 = _norm(spec, spec.hidden_size, dtype, device)
-        self._mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            activation=spec.activation,
-            bias=spec.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
-
-    def slots(self) -> dict[str, Tensor]:
-        norms = {"norm1": self.norm1.weight, "norm2": self._norm2.weight}
-        return norms | self._attention.slots() | self._mlp.slots()
-
-    def pack(self, kernels: AnyKernels) -> None:
-        self._attention.pack(kernels)
-        self._mlp.pack(kernels)
-
-    def __call__(
-        self, hidden: Tensor, normed: Tensor, angles: object, kv_layer: Tensor, plan: object, kernels: AnyKernels
-    ) -> Tensor:
-        """What the layer adds to `hidden` [T, d], but for what its attention adds, which is in `hidden` already.
-
-        `normed`: `norm1` of `hidden`.
-        """
-        delta = self._attention(normed, angles, kv_layer, plan, kernels)
-        return self._mlp(kernels.add_norm(hidden, delta, self._norm2), kernels)
+def _layer(spec: ModelSpec, layer: int, rope: RopeTables | None, dtype: torch.dtype, device: torch.device) -> Block:
+    attention = SelfAttention(
+        spec.hidden_size,
+        spec.attention(layer),
+        qkv_bias=spec.qkv_bias,
+        o_bias=spec.o_bias,
+        clip=spec.clip_qkv,
+        qk_norm=spec.qk_norm,
+        rope=rope,
+        dtype=dtype,
+        device=device,
+    )
+    norms = {name: empty_norm(spec.norm, spec.hidden_size, dtype=dtype, device=device) for name in spec.norms}
+    return ARRANGEMENTS[spec.arrangement](
+        attention,
+        _mlp(spec, layer, dtype, device),
+        norm=spec.norm,
+        norms=norms,
+        residual_scale=spec.residual_scale,
+    )
 
 
-def _norm(spec: ModelSpec, size: int, dtype: torch.dtype, device: torch.device) -> Norm:
-    return empty_norm(
-        size, eps=spec.norm_eps, weight_in_float32=spec.norm_weight_in_float32, dtype=dtype, device=device
+def _mlp(spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> GatedMLP | PlainMLP | Experts:
+    if spec.experts is not None and layer in spec.experts.layers:
+        return Experts(spec.hidden_size, spec.experts, activation=spec.activation, dtype=dtype, device=device)
+    return (GatedMLP if spec.gated else PlainMLP)(
+        spec.hidden_size,
+        spec.intermediate_size,
+        activation=spec.activation,
+        bias=spec.mlp_bias,
+        dtype=dtype,
+        device=device,
     )

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Literal
 
 from torch import Tensor
 
 from pyvllm.kernels import Attention
+from pyvllm.layers.attention import QueryKeyNorm
+from pyvllm.layers.moe import ExpertsSpec
+from pyvllm.layers.norm import NormSpec
 from pyvllm.layers.rope import RopeSpec
+from pyvllm.models.stored import Stored, numbered
 
-_LAYER: Final = re.compile(r"(?<![^.])layers\.(\d+)\.")
 # Buffers that old checkpoints carry and that are computed here.
-_SKIPPED: Final = (
-    "rotary_emb.inv_freq",
-    "attn.bias",
-    "attn.masked_bias",
-    "attention.bias",
-    "attention.masked_bias",
-)
+_SKIPPED_ENDS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,7 @@ class ModelSpec:
     """Rows of the embedding; ids are below it."""
     hidden_size: int
     intermediate_size: int
-    """Width of the gated MLP."""
+    """Width of the MLP."""
     num_heads: int
     """Query heads."""
     num_kv_heads: int
@@ -41,24 +37,68 @@ class ModelSpec:
     """Tokens that a text may have by the model's own account."""
     windows: tuple[int | None, ...]
     """Of each layer, the keys that a query sees, itself included; None: all before it."""
-    norm_eps: float
-    norm_weight_in_float32: bool = False
-    """See `Norm`."""
-    rope: RopeSpec | None
-    """None: no rotary positions."""
+
+    # Positions.
+    ropes: tuple[RopeSpec | None, ...]
+    """Of each layer, its rotary positions; None: it has none."""
+    alibi_slopes: tuple[float, ...] | None = None
+    """See `Attention`."""
+    position_offset: int | None = None
+    """Row of position 0 in the table of learned positions; None: there is no such table."""
+
+    # Norms.
+    norm: NormSpec
+    """All norms but those of queries and keys."""
+    arrangement: Literal["sequential", "parallel", "post_norm", "normed_residual"] = "sequential"
+    """A key of `ARRANGEMENTS`, which see."""
+    norms: tuple[str, ...] = ("norm1", "norm2")
+    """Those of a layer: norm1 and norm2 before attention and MLP (in post_norm: after), attention_out_norm and
+    mlp_out_norm of what these give."""
+    embed_norm: bool = False
+    final_norm: bool = True
+    qk_norm: QueryKeyNorm | None = None
+
+    # Attention and MLP.
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False
-    """RMSNorm of each query and key head before the rotation."""
+    scale: float | None = None
+    """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
+    scale_falls_with_depth: bool = False
+    """The factor is divided by the layer's number, counted from 1."""
+    softcap: float | None = None
+    """See `Attention`."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut off at this and at its negative."""
+    gated: bool = True
+    """The MLP is `GatedMLP`, else `PlainMLP`."""
     activation: str = "silu"
     """A key of `ACTIVATIONS`."""
+    experts: ExpertsSpec | None = None
+    """Takes the place of the MLP in some layers."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add."""
+
+    # Embedding and output.
+    embed_size: int | None = None
+    """Size of the embedding's rows if matrices project them to `hidden_size` and back."""
+    embed_scale: float = 1.0
+    """Factor of the embedding."""
     tied: bool = False
     """The embedding is the output matrix too."""
-    names: tuple[tuple[str, str], ...]
-    """Checkpoint name -> slot, both without `.weight`, `layers.N` standing for any layer and `prefix` left out."""
-    prefix: str = "model."
-    """What checkpoint names start with, or not."""
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    """Logits become `cap * tanh(logits / cap)`."""
+
+    # The checkpoint.
+    names: tuple[tuple[str, str | Stored], ...]
+    """Checkpoint name -> slot or slots, both without `.weight` and `.bias`. The first number in a name is N, a layer,
+    the second E, an expert."""
+    prefixes: tuple[str, ...] = ("model.",)
+    """The first of these with which a checkpoint's name starts is left out of it."""
+    skipped: tuple[str, ...] = ()
+    """What names of tensors start with that are not needed."""
 
     @property
     def num_layers(self) -> int:
@@ -67,39 +107,33 @@ class ModelSpec:
 
     def attention(self, layer: int) -> Attention:
         """What attention computes in a layer."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return Attention(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scale=scale / (layer + 1) if self.scale_falls_with_depth else scale,
             window=self.windows[layer],
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
         )
 
     def unpack(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         """A checkpoint's tensor as (slot, tensor) pairs; [] if it is known and not needed, None if it is unknown.
 
-        Slots are the keys of `Decoder.slots`. Shapes are not checked; `tensor` may be on the meta device.
+        Slots are the keys of `Decoder.slots`, or such as a model with more biases or experts would have. Shapes are not
+        checked but for what is needed to take a tensor apart: raises RuntimeError. `tensor` may be on the meta device.
         """
-        if name.endswith(_SKIPPED):
+        if name.endswith(_SKIPPED_ENDS) or name.startswith(self.skipped):
             return []
-        stem, _, kind = name.removeprefix(self.prefix).rpartition(".")
-        layer = _LAYER.search(stem)
-        number = int(layer[1]) if layer else 0
-        pattern = _LAYER.sub("layers.N.", stem, count=1)
-        slot = dict(self.names).get(pattern)
-        if slot is None or number >= self.num_layers or "layers.N." in stem:
+        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+        pattern, numbers = numbered(name.removeprefix(prefix))
+        stem, _, kind = pattern.rpartition(".")
+        names = dict(self.names)
+        stored = names.get(pattern) if kind not in ("weight", "bias") else names.get(stem)
+        if stored is None or numbers.get("N", 0) >= self.num_layers:
             return None
-        if kind != "weight" and not (kind == "bias" and self._has_bias(slot)):
-            return None
-        if slot == "head" and self.tied:
+        if stored == "head" and self.tied and kind == "weight":
             return []
-        slot = slot.replace(".N.", f".{number}.")
-        return [(slot if kind == "weight" else f"{slot}.bias", tensor)]
-
-    def _has_bias(self, slot: str) -> bool:
-        part = slot.removeprefix("layers.N.")
-        return (
-            (self.qkv_bias and part in ("q", "k", "v"))
-            or (self.o_bias and part == "o")
-            or (self.mlp_bias and part in ("gate", "up", "down"))
-        )
+        stored = Stored(slots=(stored,)) if isinstance(stored, str) else stored
+        return stored.unpack(tensor, numbers, ".bias" if kind == "bias" else "")

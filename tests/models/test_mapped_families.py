@@ -1,0 +1,404 @@
+"""Families that transformers lacks: a checkpoint under their names, made from an equivalent model of transformers.
+
+What no model of transformers computes is compared with formulas in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyvllm.models import build_spec
+from tests.tiny_models import check_every_position, hf_logits, load, random_model
+
+State = dict[str, Tensor]
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def check(architecture: str, config: dict[str, Any], state: State, expected: Callable[[list[int]], Tensor]) -> None:
+    spec = build_spec(config | {"architectures": [architecture]})
+    check_every_position(load(spec, state, max_model_len=64), expected, block_size=4)
+
+
+def renamed(state: State, names: dict[str, str]) -> State:
+    """Every key, with parts of it replaced."""
+    result = {}
+    for key, tensor in state.items():
+        for old, new in names.items():
+            key = key.replace(old, new)
+        result[key] = tensor
+    return result
+
+
+def fused(state: State, names: tuple[str, ...], into: str, *, groups: int = 1) -> State:
+    """The tensors whose names have one of `names`, of each layer in one, by `groups` of rows."""
+    result, parts = {}, dict[str, list[Tensor]]()
+    for key, tensor in state.items():
+        found = next((name for name in names if name in key), None)
+        if found is None:
+            result[key] = tensor
+        else:
+            rows = tensor.unflatten(0, (groups, -1))
+            parts.setdefault(key.replace(found, into), []).append(rows)
+    return result | {key: torch.cat(rows, 1).flatten(0, 1) for key, rows in parts.items()}
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+# --- what is LLaMA or Qwen 2 under other names ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_internlm(bias: bool) -> None:
+    model = random_model("llama", **SIZES, attention_bias=bias)
+    config = SIZES | {"rotary": {"base": 10000, "type": "dynamic"}} | ({} if bias else {"bias": False})
+    check("InternLMForCausalLM", config, model.state_dict(), lambda text: hf_logits(model, text))
+
+
+@pytest.mark.parametrize(("kv_heads", "bias"), [(2, False), (1, False), (4, True)])
+def test_internlm2(kv_heads: int, bias: bool) -> None:
+    fields = SIZES | {"num_key_value_heads": kv_heads, "rope_theta": 100.0}
+    model = random_model("llama", **fields, attention_bias=bias)
+    names = {
+        "embed_tokens": "tok_embeddings",
+        "input_layernorm": "attention_norm",
+        "self_attn.o_proj": "attention.wo",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "lm_head": "output",
+    }
+    state = renamed(fused(model.state_dict(), QKV, "attention.wqkv", groups=kv_heads), names)
+    check("InternLM2ForCausalLM", fields | {"bias": bias}, state, lambda text: hf_logits(model, text))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_internlm3(bias: bool) -> None:
+    fields = SIZES | {"head_dim": 16}
+    model = random_model("llama", **fields, num_key_value_heads=2, attention_bias=bias, mlp_bias=bias)
+    config = fields | {"qkv_bias": bias, "bias": bias}
+    check("InternLM3ForCausalLM", config, model.state_dict(), lambda text: hf_logits(model, text))
+
+
+def test_internlm3_with_biases_of_queries_keys_and_values_alone() -> None:
+    model = random_model("qwen2", **SIZES, num_key_value_heads=2)
+    check("InternLM3ForCausalLM", SIZES | {"qkv_bias": True}, model.state_dict(), lambda text: hf_logits(model, text))
+
+
+@pytest.mark.parametrize("architecture", ["AquilaModel", "AquilaForCausalLM"])
+def test_aquila(architecture: str) -> None:
+    fields = SIZES | {"num_key_value_heads": 2}
+    model = random_model("llama", **fields)
+    check(architecture, fields, model.state_dict(), lambda text: hf_logits(model, text))
+    assert build_spec(fields | {"architectures": [architecture]}).norm.weight_in_float32
+
+
+def test_qwen1() -> None:
+    model = random_model("qwen2", **SIZES, num_key_value_heads=4, rope_theta=300.0)
+    names = {
+        "embed_tokens": "wte",
+        "model.layers": "transformer.h",
+        "model.": "transformer.",
+        "input_layernorm": "ln_1",
+        "self_attn.o_proj": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.gate_proj": "mlp.w2",
+        "mlp.up_proj": "mlp.w1",
+        "mlp.down_proj": "mlp.c_proj",
+        "transformer.norm": "transformer.ln_f",
+    }
+    state = renamed(fused(model.state_dict(), QKV, "attn.c_attn"), names)
+    config = {
+        "hidden_size": 48,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "kv_channels": 12,
+        "vocab_size": 97,
+        "max_position_embeddings": 8192,
+        "seq_length": 64,
+        "layer_norm_epsilon": 1e-6,
+        "rotary_emb_base": 300.0,
+        "rotary_pct": 1.0,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "no_bias": True,
+        "tie_word_embeddings": False,
+    }
+    check("QWenLMHeadModel", config, state, lambda text: hf_logits(model, text))
+    assert build_spec(config | {"architectures": ["QWenLMHeadModel"]}).max_position_embeddings == 64
+
+
+# --- Baichuan ---------------------------------------------------------------------------------------------------------
+
+
+def test_baichuan_7b() -> None:
+    model = random_model("llama", **SIZES)
+    state = fused(model.state_dict(), QKV, "self_attn.W_pack")
+    check("BaiChuanForCausalLM", SIZES, state, lambda text: hf_logits(model, text))
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_baichuan_13b(heads: int) -> None:
+    """ALiBi in LLaMA: all positions 0, and a mask with the biases."""
+    fields = SIZES | {"num_attention_heads": heads}
+    model = random_model("llama", **fields, attn_implementation="eager")
+    state = fused(model.state_dict(), QKV, "self_attn.W_pack")
+
+    def expected(text: list[int]) -> Tensor:
+        return with_alibi(model, text, heads)
+
+    del fields["max_position_embeddings"]
+    check("BaichuanForCausalLM", fields | {"model_max_length": 64}, state, expected)
+
+
+def with_alibi(model: Any, text: list[int], heads: int) -> Tensor:
+    """The slopes as Baichuan's authors compute them: of the power of two below, then every second of that above."""
+    below = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    slopes += [2 ** (-8 * (i + 1) / (2 * below)) for i in range(0, 2 * below, 2)][: heads - below]
+    position = torch.arange(len(text))
+    bias = torch.tensor(slopes)[:, None, None] * (position - position[:, None])
+    mask = bias.masked_fill(position > position[:, None], float("-inf"))[None]
+    with torch.no_grad():
+        zeros = torch.zeros(1, len(text), dtype=torch.long)
+        logits: Tensor = model(torch.tensor([text]), attention_mask=mask, position_ids=zeros).logits[0]
+    return logits
+
+
+def test_baichuan_2_has_a_head_of_unit_rows_and_tells_its_positions_by_its_size() -> None:
+    config = SIZES | {"architectures": ["BaichuanForCausalLM"], "vocab_size": 125696, "hidden_size": 4096}
+    spec = build_spec(config | {"num_attention_heads": 32})
+    assert spec.ropes[0] is not None
+    assert spec.alibi_slopes is None
+    stored = torch.randn(6, 5)
+    parts = spec.unpack("lm_head.weight", stored)
+    assert parts is not None
+    assert parts[0][0] == "head"
+    torch.testing.assert_close(parts[0][1], stored / stored.norm(dim=1, keepdim=True))
+    large = build_spec(config | {"hidden_size": 5120, "num_attention_heads": 40})
+    assert (large.ropes[0], len(large.alibi_slopes or ())) == (None, 40)
+    first = build_spec(config | {"vocab_size": 64000, "hidden_size": 5120, "num_attention_heads": 40})
+    assert first.unpack("lm_head.weight", stored) == [("head", stored)]
+
+
+# --- ChatGLM ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("groups", "bias"), [(2, True), (None, False)])
+def test_chatglm(groups: int | None, bias: bool) -> None:
+    kv_heads = groups or 4
+    model = random_model(
+        "glm",
+        **(SIZES | {"rms_norm_eps": 1e-5}),
+        num_key_value_heads=kv_heads,
+        head_dim=16,
+        attention_bias=bias,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+    )
+    names = {
+        "model.embed_tokens": "transformer.embedding.word_embeddings",
+        "model.layers": "transformer.encoder.layers",
+        "self_attn.o_proj": "self_attention.dense",
+        "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+        "model.norm": "transformer.encoder.final_layernorm",
+        "lm_head": "transformer.output_layer",
+    }
+    state = renamed(fused(model.state_dict(), QKV, "self_attention.query_key_value"), names)
+    state["transformer.rotary_pos_emb.inv_freq"] = torch.zeros(4)
+    config = {
+        "num_layers": 2,
+        "padded_vocab_size": 97,
+        "hidden_size": 48,
+        "ffn_hidden_size": 80,
+        "kv_channels": 16,
+        "num_attention_heads": 4,
+        "multi_query_attention": groups is not None,
+        "multi_query_group_num": groups,
+        "add_qkv_bias": bias,
+        "add_bias_linear": False,
+        "seq_length": 64,
+        "layernorm_epsilon": 1e-5,
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "original_rope": True,
+        "rope_ratio": 2,
+        "tie_word_embeddings": False,
+    }
+    check("ChatGLMModel", config, state, lambda text: hf_logits(model, text))
+    with pytest.raises(ValueError, match="add_bias_linear is True, supported: false"):
+        build_spec(config | {"architectures": ["ChatGLMModel"], "add_bias_linear": True})
+
+
+# --- other spellings --------------------------------------------------------------------------------------------------
+
+
+FALCON_FIELDS = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "multi_query": "multi_query",
+    "alibi": "alibi",
+    "bias": "bias",
+}
+
+
+@pytest.mark.parametrize("kind", ["40b", "7b", "rw"])
+def test_falcon_in_its_first_spelling(kind: str) -> None:
+    fields: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 97,
+        "multi_query": kind != "rw",
+        "alibi": kind == "rw",
+        "bias": kind == "rw",
+        "parallel_attn": kind != "rw",
+        "new_decoder_architecture": kind == "40b",
+        "num_kv_heads": 2 if kind == "40b" else None,
+    }
+    model = random_model("falcon", **fields)
+    config = {new: fields[old] for old, new in FALCON_FIELDS.items()}
+    config["model_type"] = "RefinedWeb" if kind == "40b" else "RefinedWebModel"
+    rest: dict[str, dict[str, Any]] = {"40b": {"n_head_kv": 2}, "7b": {"parallel_attn": True}, "rw": {}}
+    config |= rest[kind]
+    check("RWForCausalLM", config, model.state_dict(), lambda text: hf_logits(model, text))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_with_images_is_its_text_part(prefix: str) -> None:
+    fields = SIZES | {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7}
+    model = random_model("gemma3_text", **fields, pad_token_id=None)
+    state = {key.replace("model.", prefix): value for key, value in model.state_dict().items() if "lm_head" not in key}
+    state["vision_tower.encoder.weight"] = state["model.multi_modal_projector.norm.weight"] = torch.zeros(3)
+    text_config = fields | {"tie_word_embeddings": True}
+    config = {"text_config": text_config}
+    check("Gemma3ForConditionalGeneration", config, state, lambda text: hf_logits(model, text))
+
+
+# --- MPT as its authors wrote it --------------------------------------------------------------------------------------
+
+
+MPT: dict[str, dict[str, Any]] = {
+    "learned-positions-and-biases": {"expansion_ratio": 2, "logit_scale": 0.5},
+    "alibi-qk-norm": {
+        "no_bias": True,
+        "logit_scale": "inv_sqrt_d_model",
+        "attn_config": {"alibi": True, "alibi_bias_max": 16, "qk_ln": True, "clip_qkv": 1.0},
+    },
+    "grouped": {
+        "no_bias": True,
+        "attn_config": {"alibi": True, "kv_n_heads": 2, "attn_type": "grouped_query_attention"},
+    },
+    "multiquery": {"attn_config": {"qk_ln": True, "attn_type": "multiquery_attention", "softmax_scale": 0.3}},
+}
+
+
+@pytest.mark.parametrize("name", MPT)
+def test_mpt_as_its_authors_wrote_it(name: str) -> None:
+    config = {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64, "vocab_size": 97} | MPT[name]
+    state = mpt_state(config)
+    check("MPTForCausalLM", config, state, lambda text: mpt_logits(config, state, text).float())
+
+
+def mpt_sizes(config: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """`attn_config`, and the number of KV heads."""
+    attention = config.get("attn_config", {})
+    kinds = {"grouped_query_attention": attention.get("kv_n_heads"), "multiquery_attention": 1}
+    return attention, kinds.get(attention.get("attn_type"), config["n_heads"])
+
+
+def mpt_state(config: dict[str, Any]) -> State:
+    attention, kv_heads = mpt_sizes(config)
+    size, kv_size = config["d_model"], config["d_model"] // config["n_heads"] * kv_heads
+    inner = size * config.get("expansion_ratio", 4)
+    shapes: dict[str, tuple[int, ...]] = {"wte": (97, size), "norm_f": (size,)}
+    if not attention.get("alibi"):
+        shapes["wpe"] = (64, size)
+    for layer in range(config["n_layers"]):
+        parts = {
+            "norm_1": (size,),
+            "attn.Wqkv": (size + 2 * kv_size, size),
+            "attn.out_proj": (size, size),
+            "norm_2": (size,),
+            "ffn.up_proj": (inner, size),
+            "ffn.down_proj": (size, inner),
+        }
+        if attention.get("qk_ln"):
+            parts |= {"attn.q_ln": (size,), "attn.k_ln": (kv_size,)}
+        shapes |= {f"blocks.{layer}.{part}": shape for part, shape in parts.items()}
+    torch.manual_seed(0)
+    state = {
+        f"transformer.{name}.weight": torch.randn(shape) * 0.25 + (len(shape) == 1) for name, shape in shapes.items()
+    }
+    if not config.get("no_bias"):
+        biased = {name: shape for name, shape in shapes.items() if name not in ("wte", "wpe")}
+        state |= {f"transformer.{name}.bias": torch.randn(shape[0]) * 0.3 for name, shape in biased.items()}
+    return state
+
+
+def mpt_logits(config: dict[str, Any], state: State, text: list[int]) -> Tensor:
+    """MPT's formulas, all in float64: [tokens, V]."""
+    attention, kv_heads = mpt_sizes(config)
+    heads, size = config["n_heads"], config["d_model"]
+    head_dim = size // heads
+
+    def weights(name: str) -> tuple[Tensor, Tensor | None]:
+        weight, bias = state[f"transformer.{name}.weight"], state.get(f"transformer.{name}.bias")
+        return weight.double(), None if bias is None else bias.double()
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, *weights(name))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, bias = weights(name)
+        return functional.layer_norm(x, weight.shape, weight, bias, 1e-5)
+
+    position = torch.arange(len(text))
+    scores_bias = torch.zeros(len(text), len(text)).double().masked_fill(position > position[:, None], -torch.inf)
+    scores_bias = scores_bias.expand(heads, -1, -1)
+    x = weights("wte")[0][text]
+    if attention.get("alibi"):
+        power = 8 if heads > 4 else 4
+        exponents = [attention.get("alibi_bias_max", 8) * i / power for i in range(1, power + 1)]
+        exponents = exponents if power == heads else (exponents[1::2] + exponents[::2])[:heads]
+        slopes = torch.tensor([0.5**exponent for exponent in exponents]).double()
+        scores_bias = scores_bias - slopes[:, None, None] * (position[:, None] - position)
+    else:
+        x = x + weights("wpe")[0][: len(text)]
+    for layer in range(config["n_layers"]):
+        name = f"blocks.{layer}"
+        qkv = linear(norm(x, f"{name}.norm_1"), f"{name}.attn.Wqkv")
+        if clip := attention.get("clip_qkv"):
+            qkv = qkv.clamp(-clip, clip)
+        q, k, v = qkv.split([size, kv_heads * head_dim, kv_heads * head_dim], -1)
+        if attention.get("qk_ln"):
+            q, k = norm(q, f"{name}.attn.q_ln"), norm(k, f"{name}.attn.k_ln")
+        q, k, v = (part.unflatten(-1, (-1, head_dim)).transpose(0, 1) for part in (q, k, v))
+        k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (k, v))
+        scores = q @ k.transpose(1, 2) * attention.get("softmax_scale", head_dim**-0.5) + scores_bias
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = x + linear(mixed, f"{name}.attn.out_proj")
+        inner = functional.gelu(linear(norm(x, f"{name}.norm_2"), f"{name}.ffn.up_proj"))
+        x = x + linear(inner, f"{name}.ffn.down_proj")
+    scale = config.get("logit_scale", 1.0)
+    scale = size**-0.5 if scale == "inv_sqrt_d_model" else scale
+    return norm(x, "norm_f") @ weights("wte")[0].T * scale

@@ -1,0 +1,111 @@
+"""Families from outside."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pyvllm
+from pyvllm import LLM
+from pyvllm.chat import load_template, render_chat
+from pyvllm.models import FAMILIES, build_spec
+from pyvllm.models.families.llama import llama
+from pyvllm.models.registry import Registry
+from pyvllm.models.table import support_table
+from tests.test_equals_transformers import assert_greedy_equal
+from tests.tiny_models import plain_config, random_model
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "custom_family.py"
+
+
+def test_the_example_adds_a_family_in_under_60_lines(tmp_path: Path) -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 60
+    runpy.run_path(str(EXAMPLE))
+    assert "GPTNeoForCausalLM" in pyvllm.ModelRegistry.get_supported_archs()
+    model = random_model(
+        "gpt_neo",
+        hidden_size=48,
+        num_layers=3,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1], [["local"], 1]],
+        window_size=5,
+        vocab_size=97,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "skip_tokenizer_init": True}
+    with torch.inference_mode(), LLM(str(tmp_path), dtype="float32", **options) as llm:
+        assert_greedy_equal(model, llm, [[5, 6, 7], [(3 * i) % 97 for i in range(20)]], 12)
+
+
+def test_a_family_is_a_function_or_the_name_of_one() -> None:
+    registry = Registry(FAMILIES)
+    registry.register_model("Mine", llama)
+    registry.register_model("Yours", "pyvllm.models.families.llama:llama")
+    for name in ("Mine", "Yours"):
+        assert registry.build_spec(plain_config(architectures=[name])) == llama(plain_config(architectures=[name]))
+    assert registry.get_supported_archs()[-2:] == ["Mine", "Yours"]
+    with pytest.raises(ValueError, match=r"architectures is .*Mine.*, supported: "):
+        build_spec(plain_config(architectures=["Mine"]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "make_spec", "message"),
+    [
+        ("", llama, "architecture must be a name as in config.json, got ''"),
+        (3, llama, "got 3"),
+        ("Mine", 3, "make_spec must be a function or 'module:name' of one, got 3"),
+        ("Mine", "a.b.c", "got 'a.b.c'"),
+    ],
+)
+def test_what_cannot_be_a_family_is_refused(architecture: Any, make_spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Registry(()).register_model(architecture, make_spec)
+
+
+def test_no_architecture_has_two_families() -> None:
+    names = [architecture for family in FAMILIES for architecture in family.architectures]
+    assert len(names) == len(set(names))
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    docs = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert support_table() in docs, f"docs/models.md must have:\n{support_table()}"
+
+
+CHATS = {
+    "chatml": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "vicuna": "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions. USER: Hi ASSISTANT: Yes?</s>USER: Bye ASSISTANT:",
+    "alpaca": "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\nHi\n\n### Response:\nYes?\n\n### Instruction:\nBye\n\n### Response:\n",
+    "falcon": "User: Hi\nFalcon: Yes?\nUser: Bye\nFalcon:",
+    "chatglm2": "[Round 1]\n\n问\uff1aHi\n\n答\uff1aYes?\n\n[Round 2]\n\n问\uff1aBye\n\n答\uff1a",
+    "aquila": "A chat between a curious human and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the human's questions.###Human: Hi###Assistant: Yes?###Human: Bye###Assistant:",
+    "stablelm_tuned": "<|USER|>Hi<|ASSISTANT|>Yes?<|USER|>Bye<|ASSISTANT|>",
+    "redpajama": "<human>: Hi\n<bot>: Yes?\n<human>: Bye\n<bot>:",
+}
+
+
+def test_every_chat_template_of_the_examples_is_tried() -> None:
+    assert {path.stem for path in (ROOT / "examples" / "chat_templates").glob("*.jinja")} == set(CHATS)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat_templates_of_the_examples(name: str) -> None:
+    messages = [("user", "Hi"), ("assistant", "Yes?"), ("user", "Bye")]
+    text = render_chat(
+        load_template(str(ROOT / "examples" / "chat_templates" / f"{name}.jinja")),
+        [{"role": role, "content": content} for role, content in messages],
+        special_tokens={},
+    )
+    assert text == CHATS[name]
