@@ -8,20 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyvllm._core import __version__
+    from pyvllm.async_llm import (
+        AsyncEngineArgs,
+        AsyncLLM,
+        AsyncLLMEngine,
+        EngineDeadError,
+        EngineGenerateError,
+        QueueFullError,
+    )
     from pyvllm.config import EngineArgs
     from pyvllm.inputs import TextPrompt, TokensPrompt
     from pyvllm.llm import LLM
     from pyvllm.llm_engine import LLMEngine
+    from pyvllm.models import ModelRegistry
     from pyvllm.outputs import CompletionOutput, RequestOutput
     from pyvllm.sampling_params import BeamSearchParams, ParameterError, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "EngineDeadError",
+    "EngineGenerateError",
     "LLMEngine",
+    "ModelRegistry",
     "ParameterError",
+    "QueueFullError",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",
@@ -33,7 +49,14 @@ _MODULES = {
     "__version__": "_core",
     "LLM": "llm",
     "LLMEngine": "llm_engine",
+    "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
+    "EngineDeadError": "async_llm",
+    "EngineGenerateError": "async_llm",
+    "QueueFullError": "async_llm",
     "EngineArgs": "config",
+    "AsyncEngineArgs": "async_llm",
+    "ModelRegistry": "models",
     "SamplingParams": "sampling_params",
     "BeamSearchParams": "sampling_params",
     "ParameterError": "sampling_params",

@@ -10,16 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BlockMap",
     "Completion",
     "Detokenizer",
+    "FrontEnd",
     "LogprobTable",
     "Output",
     "ParameterError",
+    "QueueFullError",
+    "RequestState",
     "Scheduler",
     "Stats",
     "StepPlan",
     "Vocabulary",
     "__version__",
+    "encode_step",
     "validate_params",
 ]
 
@@ -30,6 +35,9 @@ class ParameterError(ValueError):
 
     parameter: str
     value: object
+
+class QueueFullError(RuntimeError):
+    """More waits than the queue may hold: try again later."""
 
 def validate_params(params: Any) -> None:
     """Check every field of a `SamplingParams` that can be checked without a model.
@@ -111,7 +119,7 @@ class Completion:
         """One row for each of `token_ids`."""
     @property
     def finish_reason(self) -> str | None:
-        """`stop`, `length`, or None while running."""
+        """`stop`, `length`, `abort`, or None while running."""
     @property
     def stop_reason(self) -> int | str | None: ...
 
@@ -161,6 +169,12 @@ class Stats:
     @property
     def num_waiting(self) -> int:
         """Requests now waiting."""
+    @property
+    def num_queued_sequences(self) -> int:
+        """Sequences that those will have."""
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens of their prompts."""
     @property
     def num_swapped(self) -> int:
         """Sequences now on the host."""
@@ -214,11 +228,13 @@ class Scheduler:
         preemption_mode: str = "auto",
         max_logprobs: int = 20,
         graph_sizes: Sequence[int] = ...,
+        cascade_tokens: int = 0,
         vocabulary: Vocabulary | None = None,
         seed: int = 0,
     ) -> Self:
         """`eos_token_ids`: the tokenizer's own first (its stop reason is None), then others that end a text.
-        `graph_sizes`: decode-only plans are padded to the least of them that holds the step.
+        `graph_sizes`: decode-only plans are padded to the least of them that holds the step. `cascade_tokens`: fewest
+        keys that cascades of a step must save reading; 0: plans have no cascades.
         """
     def add_request(
         self,
@@ -232,6 +248,12 @@ class Scheduler:
         adapter_id: int = 0,
     ) -> None:
         """Queue a request. Raises `ParameterError` if it can never run, with the numbers in the message."""
+    def add_message(self, message: bytes) -> int:
+        """Queue a request that `FrontEnd.add` made a message of; its id is its number, which is returned."""
+    def limits(self) -> bytes:
+        """What a request may ask for, for a `FrontEnd`."""
+    def block_map(self) -> BlockMap:
+        """Who holds which device block."""
     def abort(self, request_id: str) -> bool:
         """Drop a request at once, wherever it is; False if there is none of exactly this id."""
     def schedule(self) -> StepPlan | None:
@@ -258,3 +280,87 @@ class Scheduler:
         """Forget all cached blocks. False, and nothing done, while a request is alive."""
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if memory accounting is wrong (design invariants; used by tests)."""
+
+@final
+class RequestState:
+    """One request in the engine."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def state(self) -> str:
+        """`waiting`, `running` or `swapped`."""
+    @property
+    def num_sequences(self) -> int:
+        """Those that have not ended."""
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all its sequences."""
+
+@final
+class BlockMap:
+    """All device blocks, by number, and the requests that hold them."""
+
+    @staticmethod
+    def from_bytes(message: bytes) -> BlockMap: ...
+    def to_bytes(self) -> bytes: ...
+    @property
+    def ref_counts(self) -> NDArray[np.uint32]:
+        """Block tables that hold a block; 0: it is free."""
+    @property
+    def owners(self) -> NDArray[np.int32]:
+        """Index into `requests` of one that holds it; -1: none does."""
+    @property
+    def cached(self) -> NDArray[np.bool_]:
+        """Whether the prefix cache finds it."""
+    @property
+    def requests(self) -> list[RequestState]: ...
+
+def encode_step(outputs: Sequence[Output], stats: Stats, last_number: int) -> bytes:
+    """One message of all that a step tells, for `FrontEnd.receive`. `last_number`: of the last request taken in."""
+
+@final
+class FrontEnd:
+    """The requests of an engine that runs in another process: checks them, and puts together what comes back.
+
+    News of a request is merged into what has not been taken, so that a slow reader costs one output at most.
+    """
+
+    def __new__(
+        cls, limits: bytes, *, max_num_queued_reqs: int | None = None, max_num_queued_tokens: int | None = None
+    ) -> Self:
+        """`limits`: from `Scheduler.limits`. The others: most sequences, and most tokens of prompts, that may wait."""
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        params: Any,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter_id: int = 0,
+    ) -> tuple[int, bytes]:
+        """Number a request, and make the message for `Scheduler.add_message`.
+
+        Raises `ParameterError` just as `Scheduler.add_request`, and `QueueFullError`; nothing stays behind then.
+        """
+    def receive(self, message: bytes) -> list[int]:
+        """Take in what `encode_step` made; the numbers of the requests that have news."""
+    def take(self, number: int) -> Output | None:
+        """What has come for a request since the last time. It is forgotten with its last output."""
+    def abort(self, number: int) -> bool:
+        """End a request with what it has so far, `finish_reason` abort. False if it has ended."""
+    def drop_request(self, number: int) -> bool:
+        """Forget a request. False if the engine does not have it either, since it has ended."""
+    def drop_through(self, last_number: int) -> list[int]:
+        """Forget the unfinished requests up to a number, which the engine has lost; their numbers."""
+    def number(self, request_id: str) -> int | None:
+        """Of an unfinished request."""
+    def names(self) -> dict[int, str]:
+        """Number -> name of each unfinished request."""
+    def stats(self) -> Stats:
+        """The newest that has come."""
+    def num_unfinished(self) -> int: ...

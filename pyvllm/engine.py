@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyvllm import _core
-from pyvllm.inputs import ParsedPrompt, parse_priority
+from pyvllm.inputs import ParsedPrompt, encode_prompts, parse_priority, require_tokenizer, start_token
 from pyvllm.logging import StatsLog
 from pyvllm.logprobs import TokenText
-from pyvllm.sampling_params import SamplingParams, parameter_error
+from pyvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pyvllm.tokenizer import Tokenizer
@@ -89,17 +89,11 @@ class Engine:
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ValueError` if the engine runs without one."""
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
-        return self.tokenizer
+        return require_tokenizer(self.tokenizer)
 
     def encode(self, prompts: Sequence[ParsedPrompt]) -> list[list[int]]:
         """Token ids of prompts. Raises `ParameterError` for text if there is no tokenizer."""
-        texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
-        if texts and self.tokenizer is None:
-            raise parameter_error("prompt", "token ids, since the engine runs without a tokenizer", texts[0])
-        encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else ())
-        return [next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+        return encode_prompts(self.tokenizer, prompts)
 
     def add_request(
         self,
@@ -114,19 +108,18 @@ class Engine:
 
         Raises `ParameterError` if it can never run; nothing of it stays behind then.
         """
-        bos = self.tokenizer.bos_token_id if self.tokenizer else None
-        if not token_ids:
-            if bos is None:
-                raise parameter_error("prompt", "at least one token (there is no BOS token to start from)", prompt.text)
-            token_ids = [bos]
         self._scheduler.add_request(
             request_id,
-            token_ids,
+            token_ids or [start_token(self.tokenizer, prompt)],
             params,
             prompt=prompt.text,
             priority=parse_priority(priority),
             cache_salt=prompt.cache_salt,
         )
+
+    def add_message(self, message: bytes) -> int:
+        """Queue a request that a front end in another process has checked; its id is its number, which is returned."""
+        return self._scheduler.add_message(message)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request at once, wherever it is; False if there is none of this id."""
@@ -165,6 +158,17 @@ class Engine:
         self._pending = None
         self._scheduler = self._new_scheduler()
 
+    def warm_up(self) -> None:
+        """Generate a token while there are no requests, so that all that first use compiles or allocates is there.
+
+        Forgets all cached prefixes and counts. Raises what a step raises.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        self._scheduler.add_request("warm-up", [0], params)
+        while self.has_unfinished():
+            self.step()
+        self._reset()
+
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do."""
         return self._pending is not None or self._scheduler.has_unfinished()
@@ -176,6 +180,14 @@ class Engine:
     def stats(self) -> _core.Stats:
         """A snapshot of queues, memory and counters (which a failed step sets back to 0)."""
         return self._scheduler.stats()
+
+    def limits(self) -> bytes:
+        """What a request may ask for, for the front end of another process."""
+        return self._scheduler.limits()
+
+    def block_map(self) -> _core.BlockMap:
+        """Who holds which block of the KV pool."""
+        return self._scheduler.block_map()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing done, while a request is alive."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyvllm.sampling_params import check_unicode, id_list, parameter_error
+
+if TYPE_CHECKING:
+    from pyvllm.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -93,6 +96,38 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
         token_ids=None if token_ids is None else id_list("prompt_token_ids", token_ids),
         cache_salt=salt or None,
     )
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises `ValueError` if there is none."""
+    if tokenizer is None:
+        raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+    return tokenizer
+
+
+def encode_prompts(tokenizer: Tokenizer | None, prompts: Sequence[ParsedPrompt]) -> list[list[int]]:
+    """Token ids of prompts. Raises `ParameterError` for text if there is no tokenizer."""
+    texts = [prompt.text for prompt in prompts if prompt.token_ids is None and prompt.text is not None]
+    if texts and tokenizer is None:
+        raise parameter_error("prompt", "token ids, since the engine runs without a tokenizer", texts[0])
+    encoded = iter(tokenizer.encode_batch(texts) if tokenizer and texts else ())
+    return [next(encoded) if prompt.token_ids is None else prompt.token_ids for prompt in prompts]
+
+
+def start_token(tokenizer: Tokenizer | None, prompt: ParsedPrompt) -> int:
+    """What a prompt without tokens starts from: the BOS token. Raises `ParameterError` if there is none."""
+    bos = tokenizer.bos_token_id if tokenizer else None
+    if bos is None:
+        raise parameter_error("prompt", "at least one token (there is no BOS token to start from)", prompt.text)
+    return bos
+
+
+def parse_request_id(request_id: object) -> str:
+    """Raises `TypeError` for what is no string, and `ParameterError` for what is not Unicode."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id must be a string, got {type(request_id).__name__}")
+    check_unicode("request_id", request_id)
+    return request_id
 
 
 def priority_list(priorities: Iterable[int] | None, count: int) -> list[int]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 
 from pyvllm.config import EngineArgs
 from pyvllm.engine import Engine
-from pyvllm.inputs import Prompt, parse_prompt
+from pyvllm.inputs import Prompt, parse_prompt, parse_request_id
 from pyvllm.logging import StatsLog, configure_logging
 from pyvllm.outputs import RequestOutput, request_output
-from pyvllm.sampling_params import SamplingParams, check_unicode, id_list
+from pyvllm.sampling_params import SamplingParams, id_list
 
 if TYPE_CHECKING:
     from pyvllm.tokenizer import Tokenizer
@@ -51,9 +51,7 @@ class LLMEngine:
         Raises `TypeError` for an id that is no string, `ValueError` for one that is in use and for whatever can never
         run; nothing of the request stays behind then.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {type(request_id).__name__}")
-        check_unicode("request_id", request_id)
+        parse_request_id(request_id)
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params must be SamplingParams or None, got {type(params).__name__}")
         if arrival_time is not None and not isinstance(arrival_time, int | float | Real):

@@ -31,7 +31,8 @@ class Header(IntEnum):
     NUM_CANDIDATES = 9
     MAX_LOGPROBS = 10
     FLAGS = 11
-    NUM_SECTIONS = 12
+    NUM_CASCADES = 12
+    NUM_SECTIONS = 13
 
 
 class Flags(IntFlag):
@@ -62,9 +63,9 @@ class RowParam(IntEnum):
 
 SECTIONS = {
     "token_ids": 1, "positions": 1, "slot_mapping": 1, "query_start_loc": 1, "seq_lens": 1, "row_token": 1,
-    "row_params": len(RowParam), "block_table_offsets": 1, "block_table_ids": 1, "swap_out": 2, "swap_in": 2,
-    "copies": 2, "penalty_rows": 1, "penalty_offsets": 1, "penalty_tokens": 2, "bias": 3, "allowed_rows": 1,
-    "allowed_offsets": 1, "allowed_ids": 1, "banned": 2, "prompt_rows": 3,
+    "row_params": len(RowParam), "block_table_offsets": 1, "cascade_seqs": 1, "cascade_offsets": 1, "cascade_blocks": 1,
+    "block_table_ids": 1, "swap_out": 2, "swap_in": 2, "copies": 2, "penalty_rows": 1, "penalty_offsets": 1,
+    "penalty_tokens": 2, "bias": 3, "allowed_rows": 1, "allowed_offsets": 1, "allowed_ids": 1, "banned": 2, "prompt_rows": 3,
 }  # fmt: skip
 """Section name -> words in a row of it (1: a vector), in buffer order."""
 
@@ -86,6 +87,9 @@ class StepView:
     row_token: Tensor
     row_params: Tensor
     block_table_offsets: Tensor
+    cascade_seqs: Tensor
+    cascade_offsets: Tensor
+    cascade_blocks: Tensor
     block_table_ids: Tensor
     swap_out: Tensor
     swap_in: Tensor
@@ -115,16 +119,29 @@ class StepView:
         self.num_candidates = header[Header.NUM_CANDIDATES]
         self.max_logprobs = header[Header.MAX_LOGPROBS]
         self.flags = Flags(header[Header.FLAGS])
+        self.num_cascades = header[Header.NUM_CASCADES]
+        self._buffer = buffer
         self._header = header
-        for name, width in SECTIONS.items():
-            offset, length = self.span(name)
-            section = buffer[offset : offset + length]
-            setattr(self, name, section if width == 1 else section.view(-1, width))
+
+    def __getattr__(self, name: str) -> Tensor:
+        """A section, sliced when it is first asked for: a captured graph needs none of them."""
+        width = SECTIONS.get(name)
+        if width is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        offset, length = self.span(name)
+        section = self._buffer[offset : offset + length]
+        section = section if width == 1 else section.view(-1, width)
+        setattr(self, name, section)
+        return section
 
     def span(self, section: str) -> tuple[int, int]:
         """Offset and length of a section in the buffer, words."""
         at = _SPANS[section]
         return self._header[at], self._header[at + 1]
+
+    def has(self, *sections: str) -> bool:
+        """Whether one of these sections holds anything."""
+        return any(self._header[_SPANS[section] + 1] for section in sections)
 
     def row_floats(self, field: RowParam) -> Tensor:
         """A float field of `row_params`: [R] float32."""

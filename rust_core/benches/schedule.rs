@@ -71,6 +71,7 @@ impl Engine {
             preemption_mode: PreemptionMode::Swap,
             max_logprobs: 20,
             graph_sizes: Vec::new(),
+            cascade_tokens: 8192,
             seed: 0,
         };
         let scheduler = Scheduler::new(config, None).expect("the configuration is valid");

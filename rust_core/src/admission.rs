@@ -1,22 +1,24 @@
-//! Requests coming in: what can be said against one when it is added, and its state before the first step.
+//! Requests coming in: their state before the first step. What can be said against one is in [`limits`](crate::limits).
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use hashbrown::HashSet;
+use serde::{Deserialize, Serialize};
 
 use crate::beam::BeamSearch;
 use crate::detokenizer::StopStrings;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::limits::in_use;
 use crate::output::{LogprobTable, Timing};
-use crate::request::{Limits, SamplingParams, top_count};
+use crate::request::{SamplingParams, top_count};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Group, History, Request, Sequence, State};
 
 /// What comes with a request besides its tokens and parameters.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RequestOptions {
-    /// The prompt as text.
+    /// The prompt as text, which stays where outputs are read.
+    #[serde(skip)]
     pub prompt: Option<String>,
     /// Lower runs first, under the priority policy.
     pub priority: i64,
@@ -35,7 +37,10 @@ impl Scheduler {
         params: SamplingParams,
         options: RequestOptions,
     ) -> Result<()> {
-        let max_output = self.check_request(request_id, &prompt, &params)?;
+        if self.by_id.contains_key(request_id) {
+            return Err(in_use(request_id));
+        }
+        let max_output = self.limits.check(&prompt, &params)?;
         let request = self.make_request(request_id, prompt, params, options, max_output);
         let slot = self.free_slots.pop().unwrap_or_else(|| {
             self.groups.push(None);
@@ -43,116 +48,9 @@ impl Scheduler {
         });
         let key = self.key(&request, slot);
         self.by_id.insert(Arc::clone(&request.request_id), slot);
+        self.queued.add(&request);
         self.groups[slot as usize] = Some(Box::new(self.make_group(request)));
         self.waiting.insert(key);
-        Ok(())
-    }
-
-    /// Everything that can be said against a request when it is added; returns the longest output it may have.
-    fn check_request(&self, request_id: &str, prompt: &[u32], params: &SamplingParams) -> Result<usize> {
-        let config = &self.config;
-        if self.by_id.contains_key(request_id) {
-            let message = format!("request_id {request_id:?} is in use by an unfinished request");
-            return Err(Error::parameter("request_id", message));
-        }
-        params.validate_for(&Limits {
-            vocab_size: config.vocab_size,
-            max_logprobs: config.max_logprobs,
-            has_vocabulary: self.vocabulary.is_some(),
-        })?;
-        if prompt.is_empty() {
-            return Err(Error::parameter("prompt_token_ids", "prompt_token_ids must hold at least one token"));
-        }
-        if let Some((i, id)) = prompt.iter().enumerate().find(|&(_, &id)| id as usize >= config.vocab_size) {
-            let message = format!(
-                "prompt_token_ids[{i}] must be from 0 to {} (the model's vocabulary), got {id}",
-                config.vocab_size - 1
-            );
-            return Err(Error::parameter("prompt_token_ids", message));
-        }
-        let room = config.max_model_len.saturating_sub(prompt.len());
-        if room == 0 {
-            let message = format!(
-                "prompt_token_ids has {} tokens; with at least one token to generate the model's length \
-                 (max_model_len, {}) allows at most {}",
-                prompt.len(),
-                config.max_model_len,
-                config.max_model_len - 1
-            );
-            return Err(Error::parameter("prompt_token_ids", message));
-        }
-        if params.min_tokens as usize > room {
-            let message = format!(
-                "min_tokens must be at most {room} (max_model_len {} less {} prompt tokens), got {}",
-                config.max_model_len,
-                prompt.len(),
-                params.min_tokens
-            );
-            return Err(Error::parameter("min_tokens", message));
-        }
-        self.check_min_tokens(params)?;
-        let max_output = params.max_tokens.map_or(room, |max| room.min(max as usize));
-        self.check_fits(prompt.len(), max_output, params)?;
-        Ok(max_output)
-    }
-
-    /// Whether a token is left to generate while those that end the text are masked.
-    fn check_min_tokens(&self, params: &SamplingParams) -> Result<()> {
-        if params.min_tokens == 0 {
-            return Ok(());
-        }
-        let banned: HashSet<u32> = self.stop_tokens(params).into_iter().map(|(id, _)| id).collect();
-        let left = match &params.allowed_token_ids {
-            Some(allowed) => allowed.iter().any(|&id| !banned.contains(&(id as u32))),
-            None => banned.len() < self.config.vocab_size,
-        };
-        if left {
-            return Ok(());
-        }
-        let message = format!(
-            "min_tokens must be 0 when every token that may be generated ends the text (end of sequence and \
-             stop_token_ids), got {}",
-            params.min_tokens
-        );
-        Err(Error::parameter("min_tokens", message))
-    }
-
-    /// Tokens that end the text, and whether the output names them. The tokenizer's own end of sequence comes first.
-    fn stop_tokens(&self, params: &SamplingParams) -> Vec<(u32, bool)> {
-        let eos = self.config.eos_token_ids.iter().enumerate().map(|(i, &id)| (id, i > 0));
-        // A tokenizer may name an end of sequence that the model has no logit for.
-        let eos = eos.filter(|&(id, _)| !params.ignore_eos && (id as usize) < self.config.vocab_size);
-        let stop_ids = params.stop_token_ids.iter().map(|&id| (id as u32, true));
-        let mut known = HashSet::new();
-        eos.chain(stop_ids).filter(|&(id, _)| known.insert(id)).collect()
-    }
-
-    /// Whether the request could run if it were alone.
-    fn check_fits(&self, prompt_len: usize, max_output: usize, params: &SamplingParams) -> Result<()> {
-        let config = &self.config;
-        let width = params.width();
-        let name = if params.best_of.is_some() { "best_of" } else { "n" };
-        if width > config.max_num_seqs {
-            let message = format!("{name} ({width}) must be at most max_num_seqs ({})", config.max_num_seqs);
-            return Err(Error::parameter(name, message));
-        }
-        if params.use_beam_search && width > config.max_num_batched_tokens {
-            let most = config.max_num_batched_tokens;
-            let message = format!("beam width ({width}) must be at most max_num_batched_tokens ({most})");
-            return Err(Error::parameter(name, message));
-        }
-        let shared = prompt_len / config.block_size;
-        // The last token is sampled, never computed.
-        let longest = (prompt_len + max_output - 1).div_ceil(config.block_size);
-        let needed = if width == 1 { longest } else { shared + width * (longest - shared) };
-        if needed > config.num_gpu_blocks {
-            let message = format!(
-                "the request can never fit: {width} sequences of {prompt_len} prompt and {max_output} output tokens \
-                 need {needed} KV blocks of {} tokens, the pool has {}; lower {name} or max_tokens",
-                config.block_size, config.num_gpu_blocks
-            );
-            return Err(Error::parameter(name, message));
-        }
         Ok(())
     }
 
@@ -164,7 +62,7 @@ impl Scheduler {
         options: RequestOptions,
         max_output: usize,
     ) -> Request {
-        let stop_tokens = self.stop_tokens(&params);
+        let stop_tokens = self.limits.stop_tokens(&params);
         let num_candidates = if params.use_beam_search {
             let candidates = params.width() * (1 + stop_tokens.len()).max(2);
             candidates.min(self.config.vocab_size)

@@ -123,6 +123,12 @@ impl BlockManager {
         self.device.count(block)
     }
 
+    /// For each device block, the tables that hold it and whether the prefix cache finds it.
+    pub fn device_blocks(&self) -> (Vec<u32>, Vec<bool>) {
+        let counts = (0..self.device.len() as BlockId).map(|block| self.device.count(block)).collect();
+        (counts, self.hashes.iter().map(|&hash| hash != 0).collect())
+    }
+
     /// Blocks copied on write so far.
     pub fn num_copies(&self) -> u64 {
         self.num_copies

@@ -55,6 +55,8 @@ pub struct Config {
     pub max_logprobs: i64,
     /// Sizes that decode-only plans are padded to, ascending.
     pub graph_sizes: Vec<usize>,
+    /// Fewest keys that cascades of a step must save reading; 0: plans have no cascades.
+    pub cascade_tokens: usize,
     /// Seed of requests without one.
     pub seed: u64,
 }
@@ -79,6 +81,7 @@ impl Config {
         within("block_size", self.block_size, 1, 128)?;
         within("num_gpu_blocks", self.num_gpu_blocks, 1, MAX / self.block_size)?;
         within("num_cpu_blocks", self.num_cpu_blocks, 0, MAX)?;
+        within("cascade_tokens", self.cascade_tokens, 0, MAX)?;
         self.graph_sizes.iter().try_for_each(|&size| within("graph_sizes", size, 1, MAX))?;
         let needed = self.max_model_len.div_ceil(self.block_size);
         if self.num_gpu_blocks < needed {

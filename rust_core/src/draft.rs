@@ -1,5 +1,6 @@
 //! A step being put together: what is scheduled, and writing it down as a [`StepPlan`].
 
+use crate::cascade::{CascadeFinder, CascadeSections};
 use crate::plan::{
     HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, SECTION_ALIGNMENT, Section, StepPlan,
 };
@@ -71,6 +72,8 @@ pub struct Draft {
     pub swap_in: Vec<[i32; 2]>,
     /// (source, destination) device blocks.
     pub copies: Vec<[i32; 2]>,
+    /// Kept from step to step.
+    cascade_finder: CascadeFinder,
 }
 
 impl Draft {
@@ -97,12 +100,15 @@ impl Draft {
     }
 
     /// Write the plan, and tell each sequence the row that samples its next token.
+    ///
+    /// `cascade_blocks`: fewest blocks that cascades must save; 0: there are none.
     pub fn write(
         &mut self,
         step: u32,
         groups: &mut [Option<Box<Group>>],
         block_size: usize,
         graph_sizes: &[usize],
+        cascade_blocks: usize,
     ) -> (StepPlan, Flight) {
         let graph_size = self.graph_size(graph_sizes);
         if graph_size == 0 {
@@ -118,6 +124,7 @@ impl Draft {
         let mut buffer = self.fixed_sections(&mut sections, sizes, block_size);
         self.fill(&mut buffer, &sections, sizes, groups, block_size, &mut flight, &mut extras);
         self.block_tables(&mut buffer, &mut sections, groups, block_size);
+        let num_cascades = self.cascades(&mut buffer, &sections, cascade_blocks);
         self.variable_sections(&mut buffer, &mut sections, &extras);
         let lens = |of: fn(&Entry) -> u32| self.entries.iter().map(of).max().unwrap_or(0) as i32;
         for (scalar, value) in [
@@ -133,6 +140,7 @@ impl Draft {
             (Header::NumCandidates, extras.num_candidates),
             (Header::MaxLogprobs, extras.max_logprobs),
             (Header::Flags, extras.flags),
+            (Header::NumCascades, num_cascades as i32),
             (Header::NumSections, NUM_SECTIONS as i32),
         ] {
             buffer[scalar as usize] = value;
@@ -159,6 +167,9 @@ impl Draft {
             (Section::RowToken, rows),
             (Section::RowParams, rows * ROW_PARAMS),
             (Section::BlockTableOffsets, seqs + 1),
+            (Section::CascadeSeqs, seqs),
+            (Section::CascadeOffsets, seqs + 1),
+            (Section::CascadeBlocks, seqs),
         ] {
             sections.place(section, len);
         }
@@ -228,6 +239,17 @@ impl Draft {
             buffer[offsets + pad] = (buffer.len() - begin) as i32;
         }
         sections.place(Section::BlockTableIds, buffer.len() - begin);
+    }
+
+    /// Write the cascades among sequences with one query token, and return how many there are.
+    fn cascades(&mut self, buffer: &mut [i32], sections: &SectionTable, min_saved: usize) -> usize {
+        let num_decodes = self.entries.iter().take_while(|entry| entry.len == 1).count();
+        if min_saved == 0 || num_decodes == 0 {
+            return 0;
+        }
+        let [_, _, _, _, _, _, _, offsets, seqs, starts, blocks, ids] = sections.split_fixed(buffer);
+        let sections = CascadeSections { seqs, offsets: starts, blocks };
+        self.cascade_finder.find(offsets, ids, num_decodes, min_saved, sections)
     }
 
     fn variable_sections(&self, buffer: &mut Vec<i32>, sections: &mut SectionTable, extras: &Extras) {
@@ -305,8 +327,8 @@ impl SectionTable {
         (self.words[2 * section as usize] as usize, self.words[2 * section as usize + 1] as usize)
     }
 
-    /// The first eight sections as slices.
-    fn split_fixed<'a>(&self, buffer: &'a mut [i32]) -> [&'a mut [i32]; 8] {
+    /// The first sections as slices.
+    fn split_fixed<'a, const N: usize>(&self, buffer: &'a mut [i32]) -> [&'a mut [i32]; N] {
         let (mut rest, mut at) = (buffer, 0);
         std::array::from_fn(|section| {
             let (start, len) = (self.words[2 * section] as usize, self.words[2 * section + 1] as usize);

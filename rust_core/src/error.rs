@@ -11,6 +11,9 @@ pub enum Error {
         /// Names the field, its value and the allowed range.
         message: String,
     },
+    /// More waits than the queue may hold.
+    #[error("{0}")]
+    QueueFull(String),
     /// The caller broke the step protocol, or an invariant does not hold: a fault of the engine, not of a request.
     #[error("{0}")]
     Internal(String),

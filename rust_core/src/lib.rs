@@ -6,12 +6,16 @@
 mod admission;
 pub mod beam;
 pub mod block_manager;
+pub mod block_map;
+pub mod cascade;
 pub mod commit;
 mod config;
 pub mod detokenizer;
 pub mod draft;
 pub mod error;
 pub mod fault;
+pub mod front;
+pub mod limits;
 pub mod output;
 pub mod plan;
 mod pool;
@@ -23,5 +27,6 @@ pub mod schedule;
 pub mod scheduler;
 pub mod sequence;
 pub mod stats;
+pub mod wire;
 
 pub use scheduler::{Config, Scheduler};

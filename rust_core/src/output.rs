@@ -2,13 +2,17 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// Why a sequence ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// End of sequence, a stop token or a stop string.
     Stop,
     /// `max_tokens` or the model's length.
     Length,
+    /// Dropped before its end.
+    Abort,
 }
 
 impl FinishReason {
@@ -17,12 +21,13 @@ impl FinishReason {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::Abort => "abort",
         }
     }
 }
 
 /// What ended a sequence with [`FinishReason::Stop`]; nothing is said of the tokenizer's own end of sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StopReason {
     /// One of `stop_token_ids`, or another end of sequence of the model.
     Token(u32),
@@ -31,7 +36,7 @@ pub enum StopReason {
 }
 
 /// Log-probabilities of N positions: column 0 is the token in question, then the best ones in order.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LogprobTable {
     /// Columns of a row: 1 + the top ones asked for.
     pub width: usize,
@@ -66,6 +71,13 @@ impl LogprobTable {
         self.ranks.push(rank);
     }
 
+    /// Append all rows of a table that is as wide.
+    pub fn append(&mut self, mut other: Self) {
+        self.token_ids.append(&mut other.token_ids);
+        self.logprobs.append(&mut other.logprobs);
+        self.ranks.append(&mut other.ranks);
+    }
+
     /// The rows from `start` on.
     #[must_use]
     pub fn tail(&self, start: usize) -> Self {
@@ -80,7 +92,7 @@ impl LogprobTable {
 }
 
 /// One sequence of an output.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Completion {
     /// Place among the request's sequences; with beams and `best_of`, 0 is the best.
     pub index: usize,
@@ -100,7 +112,7 @@ pub struct Completion {
 }
 
 /// When things happened to a request: seconds on the scheduler's clock, 0 until they do.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
     /// Seconds since the epoch.
     pub arrival_time: f64,
@@ -115,13 +127,15 @@ pub struct Timing {
 }
 
 /// What a commit has to tell of one request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Output {
     /// The caller's name of the request.
     pub request_id: Arc<str>,
-    /// Text of the prompt, if it was given as text.
+    /// Text of the prompt, if it was given as text. The prompt does not travel: who asked knows it.
+    #[serde(skip)]
     pub prompt: Option<Arc<str>>,
     /// Ids of the prompt.
+    #[serde(skip)]
     pub prompt_token_ids: Arc<[u32]>,
     /// One row for each prompt token but the first; delta outputs bring them once, with the first token.
     pub prompt_logprobs: Option<LogprobTable>,

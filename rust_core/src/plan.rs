@@ -17,6 +17,9 @@
 //! | `row_token` | R | token whose hidden state gives the row's logits; rows may share one (n > 1) |
 //! | `row_params` | R × `ROW_PARAMS` | sampling parameters of the row, fields as in [`RowParam`] |
 //! | `block_table_offsets` | S + 1 | CSR offsets into `block_table_ids` |
+//! | `cascade_seqs` | S | sequences whose block tables begin alike, cascade after cascade, then zeros |
+//! | `cascade_offsets` | S + 1 | CSR offsets into `cascade_seqs`; of `num_cascades` + 1 the rest repeats the last |
+//! | `cascade_blocks` | S | blocks that all of a cascade share; 0 beyond the last cascade |
 //! | `block_table_ids` | any | device blocks of each sequence, in order |
 //! | `swap_out` | n × 2 | (device block, host block) |
 //! | `swap_in` | n × 2 | (host block, device block) |
@@ -67,6 +70,8 @@ pub enum Header {
     MaxLogprobs,
     /// Bits of [`flags`].
     Flags,
+    /// Cascades, see `cascade.rs`; all their sequences have one query token.
+    NumCascades,
     /// Number of sections that follow.
     NumSections,
 }
@@ -75,7 +80,7 @@ pub enum Header {
 pub const SECTION_ALIGNMENT: usize = 4;
 
 /// Scalars before the section table.
-pub const NUM_SCALARS: usize = 13;
+pub const NUM_SCALARS: usize = 14;
 
 /// Bits of `Header::Flags`: what at least one row of the step needs.
 pub mod flags {
@@ -104,6 +109,9 @@ pub enum Section {
     RowToken,
     RowParams,
     BlockTableOffsets,
+    CascadeSeqs,
+    CascadeOffsets,
+    CascadeBlocks,
     BlockTableIds,
     SwapOut,
     SwapIn,
@@ -120,7 +128,7 @@ pub enum Section {
 }
 
 /// Sections of a plan.
-pub const NUM_SECTIONS: usize = 21;
+pub const NUM_SECTIONS: usize = 24;
 /// Words before the first section.
 pub const HEADER_LEN: usize = NUM_SCALARS + 2 * NUM_SECTIONS;
 

@@ -1,5 +1,7 @@
 //! What a user asks: sampling parameters, plain data with its validation in one place.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 use crate::plan::{ROW_PARAMS, RowParam, flags};
 
@@ -9,7 +11,7 @@ pub const GREEDY_TEMPERATURE: f32 = 1e-5;
 pub const MAX_N: i64 = 16_384;
 
 /// When a beam search ends (as in transformers).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum EarlyStopping {
     /// `False`: when the best running beam, scored at its present length, can't beat the worst finished one.
     #[default]
@@ -21,7 +23,7 @@ pub enum EarlyStopping {
 }
 
 /// What a request's outputs hold, and when they come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum OutputKind {
     /// All so far, each step.
     #[default]
@@ -33,7 +35,7 @@ pub enum OutputKind {
 }
 
 /// Sampling parameters of one request; names and meaning as in vLLM and transformers.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[allow(missing_docs)] // `pyvllm/sampling_params.py` documents each field for users
 pub struct SamplingParams {
     pub n: i64,
@@ -98,7 +100,7 @@ impl Default for SamplingParams {
 }
 
 /// What the model and the engine allow a request to ask for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Logits the model has; ids from 0 to below it are valid.
     pub vocab_size: usize,

@@ -9,7 +9,7 @@ use crate::block_manager::{BlockId, BlockManager};
 use crate::draft::{Draft, Entry};
 use crate::fault::Fault;
 use crate::plan::StepPlan;
-use crate::scheduler::{Key, PreemptionMode, Scheduler};
+use crate::scheduler::{Config, Key, PreemptionMode, Scheduler};
 use crate::sequence::{Group, Sequence, State};
 
 /// Tokens of a sequence that a group wants computed.
@@ -39,7 +39,9 @@ impl Scheduler {
         let plan = (!draft.is_empty()).then(|| {
             let step = self.next_step;
             self.next_step = self.next_step.wrapping_add(1) & 0x7fff_ffff;
-            let (plan, flight) = draft.write(step, &mut self.groups, self.config.block_size, &self.config.graph_sizes);
+            let Config { block_size, graph_sizes, cascade_tokens, .. } = &self.config;
+            let cascade_blocks = cascade_tokens.div_ceil(*block_size);
+            let (plan, flight) = draft.write(step, &mut self.groups, *block_size, graph_sizes, cascade_blocks);
             self.flights.push_back(flight);
             plan
         });

@@ -11,11 +11,13 @@ pub use crate::admission::RequestOptions;
 pub use crate::config::{Config, Policy, PreemptionMode};
 
 use crate::block_manager::BlockManager;
+use crate::block_map::{BlockMap, RequestState};
 use crate::detokenizer::Vocabulary;
 use crate::draft::{Draft, Flight};
 use crate::error::{Error, Result};
+use crate::limits::EngineLimits;
 use crate::sequence::{Group, Request, State};
-use crate::stats::{Counters, Stats};
+use crate::stats::{Counters, Queued, Stats};
 
 /// Place of a group in a queue: orders by policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,10 +31,13 @@ pub(crate) struct Key {
 #[derive(Debug)]
 pub struct Scheduler {
     pub(crate) config: Config,
+    pub(crate) limits: EngineLimits,
     pub(crate) blocks: BlockManager,
     pub(crate) vocabulary: Option<Arc<Vocabulary>>,
     pub(crate) groups: Vec<Option<Box<Group>>>,
     pub(crate) waiting: BTreeSet<Key>,
+    /// What the waiting groups will take.
+    pub(crate) queued: Queued,
     /// Sorted; victims of preemption come from the end.
     pub(crate) running: Vec<Key>,
     pub(crate) swapped: BTreeSet<Key>,
@@ -63,9 +68,11 @@ impl Scheduler {
                 config.block_size,
                 config.enable_prefix_caching,
             ),
+            limits: EngineLimits::new(&config, vocabulary.is_some()),
             vocabulary,
             groups: Vec::new(),
             waiting: BTreeSet::new(),
+            queued: Queued::default(),
             running: Vec::new(),
             swapped: BTreeSet::new(),
             num_reserved: 0,
@@ -117,7 +124,10 @@ impl Scheduler {
         let Some(mut group) = self.groups[key.slot as usize].take() else { return };
         self.dequeue(key, &mut group);
         match state {
-            State::Waiting => drop(self.waiting.insert(key)),
+            State::Waiting => {
+                self.waiting.insert(key);
+                self.queued.add(&group.request);
+            }
             State::Swapped => drop(self.swapped.insert(key)),
             State::Running => {
                 let at = self.running.binary_search(&key).unwrap_or_else(|at| at);
@@ -132,7 +142,10 @@ impl Scheduler {
 
     fn dequeue(&mut self, key: Key, group: &mut Group) {
         match group.state {
-            State::Waiting => drop(self.waiting.remove(&key)),
+            State::Waiting => {
+                self.waiting.remove(&key);
+                self.queued.remove(&group.request);
+            }
             State::Swapped => drop(self.swapped.remove(&key)),
             State::Running => {
                 if let Ok(at) = self.running.binary_search(&key) {
@@ -170,6 +183,7 @@ impl Scheduler {
         Stats {
             num_running: live(&mut self.running.iter()),
             num_waiting: self.waiting.len(),
+            queued: self.queued,
             num_swapped: live(&mut self.swapped.iter()),
             num_gpu_blocks: self.blocks.num_device_blocks(),
             num_free_gpu_blocks: self.blocks.num_free(),
@@ -179,6 +193,27 @@ impl Scheduler {
             num_copies: self.blocks.num_copies(),
             counters: self.counters,
         }
+    }
+
+    /// What a request may ask for.
+    pub fn limits(&self) -> &EngineLimits {
+        &self.limits
+    }
+
+    /// Who holds which block.
+    pub fn block_map(&self) -> BlockMap {
+        let requests: Vec<RequestState> = self.groups().map(RequestState::new).collect();
+        let mut owners = vec![-1; self.blocks.num_device_blocks()];
+        for (index, group) in self.groups().enumerate().filter(|(_, group)| group.state == State::Running) {
+            for &block in group.sequences.iter().flat_map(|sequence| sequence.table.blocks()) {
+                let owner: &mut i32 = &mut owners[block as usize];
+                if *owner < 0 {
+                    *owner = index as i32;
+                }
+            }
+        }
+        let (ref_counts, cached) = self.blocks.device_blocks();
+        BlockMap { ref_counts, owners, cached, requests }
     }
 
     /// The blocks, for the oracle test.
@@ -202,10 +237,13 @@ impl Scheduler {
         }
         let reserved: usize = self.groups().map(|group| group.reserved).sum();
         let queued = self.waiting.len() + self.running.len() + self.swapped.len();
-        if reserved == self.num_reserved && queued == self.by_id.len() {
+        let mut waiting = Queued::default();
+        self.groups().filter(|group| group.state == State::Waiting).for_each(|group| waiting.add(&group.request));
+        if reserved == self.num_reserved && queued == self.by_id.len() && waiting == self.queued {
             return Ok(());
         }
-        Err(Error::Internal(format!("{queued} of {} requests queued, {reserved} reserved", self.by_id.len())))
+        let known = self.by_id.len();
+        Err(Error::Internal(format!("{queued} of {known} requests queued, {reserved} reserved, {waiting:?} waiting")))
     }
 
     fn check_group(&self, group: &Group) -> std::result::Result<(), String> {

@@ -1,7 +1,32 @@
 //! Numbers about the scheduler.
 
+use serde::{Deserialize, Serialize};
+
+use crate::sequence::Request;
+
+/// What waiting requests will take once they run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Queued {
+    /// Sequences they will have.
+    pub num_sequences: usize,
+    /// Tokens of their prompts.
+    pub num_tokens: usize,
+}
+
+impl Queued {
+    pub(crate) fn add(&mut self, request: &Request) {
+        self.num_sequences += request.params.width();
+        self.num_tokens += request.prompt.len();
+    }
+
+    pub(crate) fn remove(&mut self, request: &Request) {
+        self.num_sequences -= request.params.width();
+        self.num_tokens -= request.prompt.len();
+    }
+}
+
 /// Counts since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Preemptions that dropped blocks.
     pub num_recomputations: u64,
@@ -18,12 +43,14 @@ pub struct Counters {
 }
 
 /// A snapshot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
     /// Sequences running.
     pub num_running: usize,
     /// Requests waiting.
     pub num_waiting: usize,
+    /// What those will take.
+    pub queued: Queued,
     /// Sequences on the host.
     pub num_swapped: usize,
     /// Device blocks.

@@ -33,6 +33,7 @@ fn scheduler() -> Scheduler {
         preemption_mode: PreemptionMode::Auto,
         max_logprobs: 20,
         graph_sizes: Vec::new(),
+        cascade_tokens: 0,
         seed: 0,
     };
     let mut table: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();

@@ -3,6 +3,7 @@
 // Signatures are Python's: PyO3 hands arguments over by value, and names are the parameters' own.
 #![allow(clippy::needless_pass_by_value, clippy::similar_names)]
 
+mod front;
 mod outputs;
 mod params;
 
@@ -12,15 +13,19 @@ use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2};
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::commit::Sampled;
 use crate::detokenizer;
 use crate::error::Error;
 use crate::plan;
 use crate::scheduler::{self, Policy, PreemptionMode, RequestOptions};
+use crate::wire::{self, RequestMessage};
+use front::{BlockMap, FrontEnd, RequestState};
 use outputs::{Completion, LogprobTable, Output, Stats};
 
 create_exception!(pyvllm._core, ParameterError, PyValueError, "A field of a request is out of its range.");
+create_exception!(pyvllm._core, QueueFullError, PyRuntimeError, "More waits than the queue may hold: try again later.");
 
 /// A [`ParameterError`] with its two attributes.
 fn parameter_error(py: Python<'_>, parameter: &str, message: String, value: Py<PyAny>) -> PyErr {
@@ -34,6 +39,7 @@ fn parameter_error(py: Python<'_>, parameter: &str, message: String, value: Py<P
 fn to_py(py: Python<'_>, error: Error, source: Option<&Bound<'_, PyAny>>) -> PyErr {
     match error {
         Error::Internal(message) => PyRuntimeError::new_err(message),
+        Error::QueueFull(message) => QueueFullError::new_err(message),
         Error::Parameter { parameter, message } => {
             let value = source.and_then(|source| source.getattr(parameter.as_str()).ok());
             parameter_error(py, &parameter, message, value.map_or_else(|| py.None(), Bound::unbind))
@@ -149,7 +155,8 @@ impl Scheduler {
     #[pyo3(signature = (
         *, num_gpu_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size,
         num_cpu_blocks = 0, eos_token_ids = vec![], enable_prefix_caching = true, enable_chunked_prefill = true,
-        policy = "fcfs", preemption_mode = "auto", max_logprobs = 20, graph_sizes = vec![], vocabulary = None, seed = 0,
+        policy = "fcfs", preemption_mode = "auto", max_logprobs = 20, graph_sizes = vec![],
+        cascade_tokens = 0, vocabulary = None, seed = 0,
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn new(
@@ -168,6 +175,7 @@ impl Scheduler {
         preemption_mode: &str,
         max_logprobs: i64,
         graph_sizes: Vec<usize>,
+        cascade_tokens: usize,
         vocabulary: Option<&Vocabulary>,
         seed: i64,
     ) -> PyResult<Self> {
@@ -197,6 +205,7 @@ impl Scheduler {
             },
             max_logprobs,
             graph_sizes,
+            cascade_tokens,
             seed: seed as u64,
         };
         let vocabulary = vocabulary.map(|vocabulary| Arc::clone(&vocabulary.0));
@@ -224,6 +233,21 @@ impl Scheduler {
         let options = RequestOptions { prompt, priority, cache_salt, adapter_id };
         let added = slf.borrow_mut().0.add_request(request_id, ids, fields, options);
         added.map_err(|error| to_py(slf.py(), error, Some(params)))
+    }
+
+    fn add_message(&mut self, py: Python<'_>, message: &[u8]) -> PyResult<u64> {
+        let RequestMessage { number, prompt, params, options } =
+            wire::decode(message).map_err(|error| to_py(py, error, None))?;
+        let added = self.0.add_request(&number.to_string(), prompt, params, options);
+        added.map(|()| number).map_err(|error| to_py(py, error, None))
+    }
+
+    fn limits<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        front::bytes(py, wire::encode(self.0.limits()))
+    }
+
+    fn block_map(&self) -> BlockMap {
+        BlockMap(self.0.block_map())
     }
 
     fn abort(&mut self, request_id: &str) -> bool {
@@ -286,7 +310,9 @@ fn validate_params(py: Python<'_>, params: &Bound<'_, PyAny>) -> PyResult<()> {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ParameterError", module.py().get_type::<ParameterError>())?;
+    module.add("QueueFullError", module.py().get_type::<QueueFullError>())?;
     module.add_function(wrap_pyfunction!(validate_params, module)?)?;
+    module.add_function(wrap_pyfunction!(front::encode_step, module)?)?;
     module.add_class::<Vocabulary>()?;
     module.add_class::<Detokenizer>()?;
     module.add_class::<LogprobTable>()?;
@@ -295,5 +321,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Output>()?;
     module.add_class::<Stats>()?;
     module.add_class::<Scheduler>()?;
+    module.add_class::<BlockMap>()?;
+    module.add_class::<RequestState>()?;
+    module.add_class::<FrontEnd>()?;
     Ok(())
 }

@@ -191,6 +191,16 @@ impl Stats {
     }
 
     #[getter]
+    fn num_queued_sequences(&self) -> usize {
+        self.0.queued.num_sequences
+    }
+
+    #[getter]
+    fn num_queued_tokens(&self) -> usize {
+        self.0.queued.num_tokens
+    }
+
+    #[getter]
     fn num_swapped(&self) -> usize {
         self.0.num_swapped
     }

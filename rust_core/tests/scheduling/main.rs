@@ -6,6 +6,7 @@ mod block_manager;
 mod common;
 #[cfg(feature = "planted-faults")]
 mod faults;
+mod front;
 mod oracle;
 mod parallel_sampling;
 mod plan;

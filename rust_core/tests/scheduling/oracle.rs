@@ -46,6 +46,7 @@ fn run_all(ahead: bool) {
         ("swapped out", total.swap_outs),
         ("swapped in", total.swap_ins),
         ("copied on write", total.copies),
+        ("cascades", total.cascades),
         ("prefix hits", total.prefix_hits),
         ("forked", total.forks),
         ("beam searches", total.beams),

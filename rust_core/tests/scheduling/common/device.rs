@@ -60,6 +60,7 @@ pub struct Device {
     pub steps: usize,
     pub swapped_in: usize,
     pub shared_rows: usize,
+    pub cascades: usize,
 }
 
 type Checked<T> = Result<T, String>;
@@ -78,6 +79,7 @@ impl Device {
             steps: 0,
             swapped_in: 0,
             shared_rows: 0,
+            cascades: 0,
         }
     }
 
@@ -91,6 +93,7 @@ impl Device {
         for query in &queries {
             self.read(plan, query, &ids)?;
         }
+        self.check_cascades(plan, &queries)?;
         self.steps += 1;
         self.sample(plan, &queries)
     }
@@ -113,6 +116,9 @@ impl Device {
             (Section::RowToken, padded(rows)),
             (Section::RowParams, padded(rows) * ROW_PARAMS),
             (Section::BlockTableOffsets, padded(seqs) + 1),
+            (Section::CascadeSeqs, padded(seqs)),
+            (Section::CascadeOffsets, padded(seqs) + 1),
+            (Section::CascadeBlocks, padded(seqs)),
         ];
         for (section, len) in lens {
             let found = plan.section(section).len();
@@ -121,6 +127,32 @@ impl Device {
         let padding = &plan.section(Section::SlotMapping)[tokens..];
         ensure(padding.iter().all(|&slot| slot == -1), || "padding writes KV".to_owned())?;
         ensure(graph == 0 || (tokens == seqs && rows == seqs && seqs <= graph), || "not a decode step".to_owned())
+    }
+
+    /// Members decode and share blocks that lie before the token they compute; nobody is in two cascades.
+    fn check_cascades(&mut self, plan: &StepPlan, queries: &[Query<'_>]) -> Checked<()> {
+        let (seqs, starts) = (plan.section(Section::CascadeSeqs), plan.section(Section::CascadeOffsets));
+        let (blocks, lens) = (plan.section(Section::CascadeBlocks), plan.section(Section::SeqLens));
+        let count = plan.header(Header::NumCascades) as usize;
+        self.cascades += count;
+        let end = starts[count] as usize;
+        ensure(starts[count..].iter().all(|&start| start as usize == end), || format!("cascade offsets {starts:?}"))?;
+        ensure(blocks[count..].iter().all(|&shared| shared == 0), || format!("cascade blocks {blocks:?}"))?;
+        let distinct: std::collections::BTreeSet<_> = seqs[..end].iter().collect();
+        ensure(distinct.len() == end, || format!("a sequence is in two cascades: {seqs:?}"))?;
+        for i in 0..count {
+            let members = &seqs[starts[i] as usize..starts[i + 1] as usize];
+            let shared = blocks[i] as usize;
+            let prefix = |seq: i32| &queries[seq as usize].table[..shared];
+            let whole = |&seq: &i32| {
+                let query = &queries[seq as usize];
+                query.end - query.first == 1 && shared * self.block_size < lens[seq as usize] as usize
+            };
+            ensure(members.len() > 1 && members.iter().all(whole), || format!("cascade {i} of {members:?}"))?;
+            let same = members.iter().all(|&seq| prefix(seq) == prefix(members[0]));
+            ensure(same, || format!("cascade {i}: {members:?} do not share {shared} blocks"))?;
+        }
+        Ok(())
     }
 
     /// Blocks of one kind of move are read before any is written: no block may be source and destination.

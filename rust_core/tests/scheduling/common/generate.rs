@@ -38,6 +38,7 @@ pub fn random_config(rng: &mut Rng) -> Config {
         preemption_mode: rng.pick(&[PreemptionMode::Auto, PreemptionMode::Swap, PreemptionMode::Recompute]),
         max_logprobs: 5,
         graph_sizes: if rng.percent(30) { vec![1, 2, 4, 8] } else { Vec::new() },
+        cascade_tokens: usize::from(rng.percent(50)),
         seed: rng.next(),
     }
 }

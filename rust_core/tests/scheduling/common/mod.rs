@@ -60,6 +60,7 @@ pub fn config(blocks: usize, block_size: usize) -> Config {
         preemption_mode: pyvllm_core::scheduler::PreemptionMode::Auto,
         max_logprobs: 20,
         graph_sizes: Vec::new(),
+        cascade_tokens: 0,
         seed: 0,
     }
 }

@@ -28,6 +28,7 @@ pub struct Coverage {
     pub recomputations: usize,
     pub swap_outs: usize,
     pub swap_ins: usize,
+    pub cascades: usize,
     pub copies: usize,
     pub prefix_hits: usize,
     pub forks: usize,
@@ -50,6 +51,7 @@ impl Coverage {
         self.recomputations += other.recomputations;
         self.swap_outs += other.swap_outs;
         self.swap_ins += other.swap_ins;
+        self.cascades += other.cascades;
         self.copies += other.copies;
         self.prefix_hits += other.prefix_hits;
         self.forks += other.forks;
@@ -396,6 +398,7 @@ impl Run {
         coverage.recomputations = stats.counters.num_recomputations as usize;
         coverage.swap_outs = stats.counters.num_swap_outs as usize;
         coverage.swap_ins = self.device.swapped_in;
+        coverage.cascades = self.device.cascades;
         coverage.copies = stats.num_copies as usize;
         Ok(self.coverage)
     }

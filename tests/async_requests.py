@@ -1,0 +1,46 @@
+"""What the tests of `AsyncLLM` share: requests, and waiting until an engine is idle."""
+
+import asyncio
+import time
+from typing import Any
+
+from pyvllm import AsyncLLM, RequestOutput, SamplingParams
+from pyvllm.outputs import CompletionOutput
+from pyvllm.sampling_params import RequestOutputKind
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> list[RequestOutput]:
+    """All outputs of one request."""
+    return [output async for output in llm.generate(prompt, params, **options)]
+
+
+def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[CompletionOutput]:
+    """The completions of a request at its end, whatever its kind."""
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    if kind != RequestOutputKind.DELTA:
+        return outputs[-1].outputs
+    whole: dict[int, CompletionOutput] = {}
+    for news in (completion for output in outputs for completion in output.outputs):
+        known = whole.setdefault(news.index, CompletionOutput(index=news.index, text="", token_ids=[]))
+        known.text += news.text
+        known.token_ids += news.token_ids
+        known.logprobs = None if news.logprobs is None else (known.logprobs or []) + news.logprobs
+        known.cumulative_logprob = news.cumulative_logprob
+        known.finish_reason, known.stop_reason = news.finish_reason, news.stop_reason
+    return [whole[index] for index in sorted(whole)]
+
+
+async def wait_until_idle(llm: AsyncLLM, timeout_s: float = 10.0) -> None:
+    """Wait until the engine says that it holds nothing of any request."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        stats = llm.stats()
+        held = (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_queued_tokens)
+        if held == (0, 0, 0, 0) and stats.num_free_gpu_blocks == stats.num_gpu_blocks:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"still held after {timeout_s} s: {held}, {stats.num_free_gpu_blocks} blocks free")
