@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import warnings
 from dataclasses import InitVar, dataclass, field, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 LoadFormat = Literal["auto", "safetensors", "pt", "npcache", "gguf", "dummy"]
 """Format of a model's weights; npcache is read as pt, dummy reads none."""
+Device = Literal["auto", "cuda", "cpu"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 4096
 MAX_SWAP_GIB = 1 << 20
 # Fields of EngineArgs that are text; in place of a path's text they take a path.
 _TEXTS = (
     *("model", "tokenizer", "chat_template", "generation_config", "download_dir"),
     *("revision", "tokenizer_revision"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDefaults:
+    """What `EngineArgs` fields of the same names are if nobody sets them."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+# A GPU needs more tokens at once to be busy, and reads long runs of KV memory faster.
+DEVICE_DEFAULTS: Final = {
+    "cpu": DeviceDefaults(block_size=16, max_num_seqs=256, max_num_batched_tokens=4096),
+    "cuda": DeviceDefaults(block_size=64, max_num_seqs=1024, max_num_batched_tokens=8192),
+}
+"""By device type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +76,9 @@ class EngineArgs:
     load_format: LoadFormat = "auto"
     """Format of the weights; dummy: random ones."""
 
+    device: Device = "auto"
+    """Where the model computes. auto: on the first GPU that CUDA shows, else on the CPU."""
+
     dtype: Dtype = "auto"
     """Type of weights and activations. auto: what the model's config says, then what its weights have; quantised
     weights run in bfloat16, and so does float16 on a CPU, which computes it slowly."""
@@ -86,20 +106,26 @@ class EngineArgs:
     enforce_eager: bool = False
     """Use no CUDA graphs; a CPU never does."""
 
-    block_size: int = 16
-    """Tokens in a block of KV memory."""
+    block_size: int | None = None
+    """Tokens in a block of KV memory. None: 64 on a GPU, 16 on a CPU."""
+
+    gpu_memory_utilization: float = 0.92
+    """Share of the GPU's memory that the engine uses: weights, the largest step, and for the rest the KV pool."""
+
+    gpu_memory_gib: float | None = None
+    """The same as a number of GiB, in place of gpu_memory_utilization."""
 
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV pool. None on a CPU: PYVLLM_CPU_KVCACHE_SPACE GiB if that is set; else a quarter of the free
-    memory up to 4 GiB, or what one longest request needs if that is more and fits in half of it. Memory of the pool is
-    used up only as requests touch it."""
+    """Bytes of the KV pool. None on a GPU: what gpu_memory_utilization leaves. None on a CPU: PYVLLM_CPU_KVCACHE_SPACE
+    GiB if that is set; else a quarter of the free memory up to 4 GiB, or what one longest request needs if that is more
+    and fits in half of it. A CPU's pool takes memory only as requests touch it."""
 
     num_gpu_blocks_override: int | None = None
     """Blocks of the KV pool, whatever memory they take."""
 
     swap_space: float | None = None
-    """GiB of host memory to which preempted sequences are swapped; 0 turns swapping off. None: 4, but on a CPU no more
-    than the KV pool has, since both are the same memory."""
+    """GiB of host memory to which preempted sequences are swapped; 0 turns swapping off. None: 4, but no more than the
+    KV pool has. Taken when the first sequence is swapped."""
 
     preemption_mode: PreemptionMode = "auto"
     """What happens to a sequence that gives way when the KV pool is full. auto: a lone sequence is recomputed, those
@@ -109,10 +135,11 @@ class EngineArgs:
     """Reuse the KV blocks of prompts that begin alike."""
 
     max_num_seqs: int | None = None
-    """Most sequences that run at once. None: 256."""
+    """Most sequences that run at once. None: 1024 on a GPU, 256 on a CPU."""
 
     max_num_batched_tokens: int | None = None
-    """Most tokens of one step. None: 4096, or the longest prompt if chunked prefill is off."""
+    """Most tokens of one step. None: 8192 on a GPU, 4096 on a CPU, or the longest prompt if that is more and chunked
+    prefill is off."""
 
     enable_chunked_prefill: bool = True
     """Let a prompt longer than what is left of a step's tokens run over several steps."""
@@ -131,7 +158,6 @@ class EngineArgs:
     max_seq_len_to_capture: InitVar[object] = None
     use_v2_block_manager: InitVar[object] = None
     num_scheduler_steps: InitVar[object] = None
-    device: InitVar[object] = None
     guided_decoding_backend: InitVar[object] = None
 
     def __post_init__(
@@ -140,7 +166,6 @@ class EngineArgs:
         max_seq_len_to_capture: object,
         use_v2_block_manager: object,
         num_scheduler_steps: object,
-        device: object,
         guided_decoding_backend: object,
     ) -> None:
         """Warn of arguments that no longer mean anything, then check what needs no model."""
@@ -149,7 +174,6 @@ class EngineArgs:
             "max_seq_len_to_capture": max_seq_len_to_capture,
             "use_v2_block_manager": use_v2_block_manager,
             "num_scheduler_steps": num_scheduler_steps,
-            "device": device,
             "guided_decoding_backend": guided_decoding_backend,
         }
         for name, value in old.items():
@@ -181,6 +205,7 @@ class EngineArgs:
             if expected and not isinstance(value, bool) and not (value is None and "None" in expected):
                 raise ValueError(f"{item.name} must be {expected}, got {value!r}")
         choices = {
+            "device": Device,
             "dtype": Dtype,
             "load_format": LoadFormat,
             "preemption_mode": PreemptionMode,
@@ -195,8 +220,9 @@ class EngineArgs:
                 raise ValueError(f"{name} must be None or a dict, got {getattr(self, name)!r}")
 
     def _check_numbers(self) -> None:
-        required: dict[str, tuple[int, int | None]] = {"block_size": (1, 128), "max_logprobs": (-1, (1 << 31) - 1)}
+        required: dict[str, tuple[int, int | None]] = {"max_logprobs": (-1, (1 << 31) - 1)}
         optional: dict[str, tuple[int, int | None]] = {
+            "block_size": (1, 128),
             "kv_cache_memory_bytes": (1, None),
             "num_gpu_blocks_override": (1, 1 << 31),
             "max_num_seqs": (1, (1 << 31) - 1),
@@ -213,6 +239,11 @@ class EngineArgs:
         swap = self.swap_space
         if swap is not None and (type(swap) not in (int, float) or not 0 <= swap <= MAX_SWAP_GIB):
             raise ValueError(f"swap_space must be None or a number of GiB from 0 to {MAX_SWAP_GIB}, got {swap!r}")
+        share, gib = self.gpu_memory_utilization, self.gpu_memory_gib
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
+        if gib is not None and (type(gib) not in (int, float) or not 0 < gib < math.inf):
+            raise ValueError(f"gpu_memory_gib must be None or a number of GiB above 0, got {gib!r}")
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> Self:
@@ -297,29 +328,30 @@ def resolve_max_model_len(args: EngineArgs, native: int) -> int:
     return wanted
 
 
-def limit_to_pool(args: EngineArgs, max_model_len: int, num_blocks: int) -> int:
+def limit_to_pool(args: EngineArgs, max_model_len: int, *, num_blocks: int, block_size: int) -> int:
     """`max_model_len`, lowered to what the KV pool holds if it is to be found automatically.
 
     Raises `ValueError` with both numbers if one request of that length does not fit into the pool.
     """
-    pool_tokens = num_blocks * args.block_size
+    pool_tokens = num_blocks * block_size
     if max_model_len <= pool_tokens:
         return max_model_len
     if args.max_model_len is not None and parse_length("max_model_len", args.max_model_len) is None:
         return pool_tokens
     raise ValueError(
         f"max_model_len is {max_model_len} tokens, but the KV pool holds only {pool_tokens} ({num_blocks} blocks of "
-        f"{args.block_size}): give it more memory (kv_cache_memory_bytes, PYVLLM_CPU_KVCACHE_SPACE in GiB), or lower "
+        f"{block_size}): give it more memory (gpu_memory_utilization, kv_cache_memory_bytes, PYVLLM_CPU_KVCACHE_SPACE "
+        f"in GiB), or lower "
         f"max_model_len to at most {pool_tokens} or to 'auto'"
     )
 
 
-def resolve_step_limits(args: EngineArgs, max_model_len: int) -> StepLimits:
-    """Defaults of what a step holds. Raises `ValueError` if a whole prompt must fit in a step but cannot."""
-    max_num_seqs = args.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+def resolve_step_limits(args: EngineArgs, max_model_len: int, defaults: DeviceDefaults) -> StepLimits:
+    """What a step holds. Raises `ValueError` if a whole prompt must fit in a step but cannot."""
+    max_num_seqs = args.max_num_seqs or defaults.max_num_seqs
     budget = args.max_num_batched_tokens
     if budget is None:
-        budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        budget = max(defaults.max_num_batched_tokens, max_num_seqs)
         if not args.enable_chunked_prefill:
             budget = max(budget, max_model_len)
     if not args.enable_chunked_prefill and budget < max_model_len:

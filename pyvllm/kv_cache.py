@@ -6,6 +6,7 @@ for all layers lets a block be copied or swapped at once.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Final
 
@@ -38,26 +39,37 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        one_layer: bool = False,
     ) -> None:
-        """`num_blocks` on `device`, `num_host_blocks` on the host, of `block_size` tokens each."""
+        """`num_blocks` on `device`, `num_host_blocks` on the host, of `block_size` tokens each.
+
+        `one_layer`: all layers share the memory of one, for trials that look at no result.
+        """
+        num_layers = 1 if one_layer else spec.num_layers
         shape = (2, spec.num_kv_heads, block_size, spec.head_dim)
         # Zeros, not uninitialised: attention multiplies what pads a block by 0, which must not be NaN.
         if device.type == "cpu":
-            self.pool = _lazy_zeros((spec.num_layers, num_blocks, *shape), dtype)
-            self.host_pool = _lazy_zeros((spec.num_layers, num_host_blocks, *shape), dtype)
+            self.pool = _lazy_zeros((num_layers, num_blocks, *shape), dtype)
         else:
-            self.pool = torch.zeros(spec.num_layers, num_blocks, *shape, dtype=dtype, device=device)
-            self.host_pool = torch.zeros(spec.num_layers, num_host_blocks, *shape, dtype=dtype, pin_memory=True)
-        self.layers = list(self.pool.unbind(0))
+            self.pool = torch.zeros(num_layers, num_blocks, *shape, dtype=dtype, device=device)
+        self._host_shape = (num_layers, num_host_blocks, *shape)
+        self.layers = list(self.pool.expand(spec.num_layers, *self.pool.shape[1:]).unbind(0))
         """Of each layer, `[N, 2, K, B, D]`."""
+
+    @functools.cached_property
+    def host_pool(self) -> Tensor:
+        """Made when the first sequence is swapped: pinned memory, which a GPU reads and writes, takes seconds."""
+        if self.pool.is_cpu:
+            return _lazy_zeros(self._host_shape, self.pool.dtype)
+        return torch.empty(self._host_shape, dtype=self.pool.dtype, pin_memory=True)
 
     def apply(self, step: StepView, kernels: AnyKernels) -> None:
         """Move blocks as the step says: out, in, then copies. Comes before anything of the step is written."""
-        if len(step.swap_out):
+        if step.has("swap_out"):
             kernels.swap_blocks(self.pool, self.host_pool, step.swap_out)
-        if len(step.swap_in):
+        if step.has("swap_in"):
             kernels.swap_blocks(self.host_pool, self.pool, step.swap_in)
-        if len(step.copies):
+        if step.has("copies"):
             kernels.copy_blocks(self.pool, step.copies)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,18 +14,14 @@ import torch
 from pyvllm import _core
 from pyvllm.chat import choose_template
 from pyvllm.checkpoint import has_weights, open_safetensors, open_torch
-from pyvllm.config import EngineArgs, StepLimits, env, limit_to_pool, resolve_max_model_len, resolve_step_limits
+from pyvllm.config import EngineArgs, env
 from pyvllm.engine import Engine, EngineInfo
 from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
 from pyvllm.hub import ModelFiles, resolve_model
-from pyvllm.kernels import select
-from pyvllm.kv_cache import KVCache, block_bytes
 from pyvllm.logging import StatsLog
-from pyvllm.memory import GIB, PoolSizes, available_memory_bytes, cpu_pool_sizes
-from pyvllm.models import Decoder, ModelSpec, build_spec
-from pyvllm.runner import Runner
+from pyvllm.models import ModelSpec, build_spec
+from pyvllm.placement import Layout, load_runner
 from pyvllm.tokenizer import Tokenizer, load_tokenizer
-from pyvllm.weights import load_weights
 
 logger = logging.getLogger("pyvllm")
 
@@ -45,25 +40,19 @@ def build_engine(args: EngineArgs) -> Engine:
     Raises FileNotFoundError saying what was tried for what is not there, and ValueError naming what is damaged, not
     supported, or does not fit the model or the memory.
     """
-    files = resolve_model(
-        args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        hf_token=args.hf_token,
-        load_format=args.load_format,
-    )
+    files = find_model(args)
     config = files.config | (args.hf_overrides or {})
     spec = build_spec(config)
-    tokenizer = _load_tokenizer(args, files)
+    tokenizer = find_tokenizer(args, files)
     generation_config = read_generation_config(args, files.generation_config)
     defaults = default_sampling_params(args, generation_config)
-    device, dtype = torch.device("cpu"), resolve_dtype(args, config, files)
-    pool_sizes, limits = _resolve_sizes(args, spec, dtype)
+    device = choose_device(args)
+    dtype = resolve_dtype(args, config, files, device)
     eos = eos_token_ids(tokenizer.eos_token_id if tokenizer else None, config, generation_config)
-    runner = _load_runner(args, files, spec, pool_sizes, limits, dtype, device)
+    runner, layout = load_runner(args, files, spec, dtype, device)
     info = EngineInfo(
         model=args.model,
-        max_model_len=limits.max_model_len,
+        max_model_len=layout.limits.max_model_len,
         vocab_size=spec.vocab_size,
         chat_template=args.chat_template,
         default_sampling_params=defaults,
@@ -71,14 +60,26 @@ def build_engine(args: EngineArgs) -> Engine:
     return Engine(
         info=info,
         runner=runner,
-        new_scheduler=_scheduler_maker(args, spec, pool_sizes, limits, eos, tokenizer),
+        new_scheduler=_scheduler_maker(args, spec, layout, eos, tokenizer),
         tokenizer=tokenizer,
         run_ahead=device.type != "cpu" if args.async_scheduling is None else args.async_scheduling,
         stats_log=None if args.disable_log_stats else StatsLog(_log_interval_s()),
     )
 
 
-def _load_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
+def find_model(args: EngineArgs) -> ModelFiles:
+    """The model's files, downloaded if they have to be. Raises FileNotFoundError saying what was tried."""
+    return resolve_model(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        hf_token=args.hf_token,
+        load_format=args.load_format,
+    )
+
+
+def find_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
+    """The tokenizer that the arguments ask for, by default the model's own; None if they ask for none."""
     if args.skip_tokenizer_init:
         return None
     path = files.path
@@ -99,7 +100,15 @@ def _load_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
     return tokenizer
 
 
-def resolve_dtype(args: EngineArgs, config: Mapping[str, Any], files: ModelFiles) -> torch.dtype:
+def choose_device(args: EngineArgs) -> torch.device:
+    """See the docstring of `EngineArgs.device`. Raises ValueError if there is no such device."""
+    available = torch.cuda.is_available()
+    if args.device == "cuda" and not available:
+        raise ValueError("device is 'cuda', but torch finds no GPU (torch.cuda.is_available() is False)")
+    return torch.device("cuda", 0) if available and args.device != "cpu" else torch.device("cpu")
+
+
+def resolve_dtype(args: EngineArgs, config: Mapping[str, Any], files: ModelFiles, device: torch.device) -> torch.dtype:
     """See the docstring of `EngineArgs.dtype`. Raises ValueError naming a dtype in the config that is not supported."""
     if args.dtype != "auto":
         return _DTYPES[args.dtype]
@@ -107,7 +116,7 @@ def resolve_dtype(args: EngineArgs, config: Mapping[str, Any], files: ModelFiles
     name = str(named).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"config field dtype is {named!r}, supported: {', '.join(_DTYPES)}; set dtype")
-    if _DTYPES[name] is torch.float16:
+    if _DTYPES[name] is torch.float16 and device.type == "cpu":
         logger.info("running in bfloat16: float16, in which the model is stored, is slow on a CPU (dtype sets it)")
         return torch.bfloat16
     return _DTYPES[name]
@@ -121,67 +130,10 @@ def _stored_dtype(args: EngineArgs, files: ModelFiles) -> str:
     return next((tensor.dtype for tensor in tensors.values() if tensor.dtype in _DTYPES), "bfloat16")
 
 
-def _resolve_sizes(args: EngineArgs, spec: ModelSpec, dtype: torch.dtype) -> tuple[PoolSizes, StepLimits]:
-    max_model_len = resolve_max_model_len(args, spec.max_position_embeddings)
-    pool_sizes = cpu_pool_sizes(
-        args,
-        block_bytes=block_bytes(spec, block_size=args.block_size, dtype=dtype),
-        max_model_len=max_model_len,
-        available_bytes=available_memory_bytes(),
-    )
-    return pool_sizes, resolve_step_limits(args, limit_to_pool(args, max_model_len, pool_sizes.num_gpu_blocks))
-
-
-def _load_runner(
-    args: EngineArgs,
-    files: ModelFiles,
-    spec: ModelSpec,
-    pool_sizes: PoolSizes,
-    limits: StepLimits,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Runner:
-    decoder = _make_decoder(spec, limits, dtype, device)
-    load_weights(spec, decoder.slots(), files, load_format=args.load_format, progress=sys.stderr.isatty())
-    kv_cache = KVCache(
-        spec,
-        num_blocks=pool_sizes.num_gpu_blocks,
-        num_host_blocks=pool_sizes.num_cpu_blocks,
-        block_size=args.block_size,
-        dtype=dtype,
-        device=device,
-    )
-    kernels = select(device, dtype)
-    logger.info(
-        "%s: %s in %s on %s (%s kernels), up to %d tokens a request, KV pool of %d tokens",
-        args.model,
-        spec.architecture,
-        str(dtype).removeprefix("torch."),
-        device,
-        kernels.name,
-        limits.max_model_len,
-        pool_sizes.num_gpu_blocks * args.block_size,
-    )
-    return Runner(decoder, kv_cache, kernels)
-
-
-def _make_decoder(spec: ModelSpec, limits: StepLimits, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder without its weights. Raises ValueError if they do not fit into memory."""
-    sizes = Decoder(spec, max_model_len=1, dtype=dtype, device=torch.device("meta")).slots().values()
-    needed, available = sum(slot.numel() for slot in sizes) * dtype.itemsize, available_memory_bytes()
-    if device.type == "cpu" and needed > available:
-        raise ValueError(
-            f"the weights take {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but only "
-            f"{available / GIB:.1f} GiB of memory are free"
-        )
-    return Decoder(spec, max_model_len=limits.max_model_len, dtype=dtype, device=device)
-
-
 def _scheduler_maker(
     args: EngineArgs,
     spec: ModelSpec,
-    pool_sizes: PoolSizes,
-    limits: StepLimits,
+    layout: Layout,
     eos: list[int],
     tokenizer: Tokenizer | None,
 ) -> Callable[[], _core.Scheduler]:
@@ -197,12 +149,13 @@ def _scheduler_maker(
         )
     return functools.partial(
         _core.Scheduler,
-        num_gpu_blocks=pool_sizes.num_gpu_blocks,
-        num_cpu_blocks=pool_sizes.num_cpu_blocks,
-        block_size=args.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
+        num_gpu_blocks=layout.pool.num_gpu_blocks,
+        num_cpu_blocks=layout.pool.num_cpu_blocks,
+        block_size=layout.block_size,
+        max_num_seqs=layout.limits.max_num_seqs,
+        max_num_batched_tokens=layout.limits.max_num_batched_tokens,
+        max_model_len=layout.limits.max_model_len,
+        graph_sizes=layout.graph_sizes,
         vocab_size=spec.vocab_size,
         # A tokenizer may know ids that the model has no row for.
         eos_token_ids=[token_id for token_id in eos if token_id < spec.vocab_size],

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyvllm.config import DEFAULT_MAX_NUM_SEQS, EngineArgs, env
+from pyvllm.config import DEVICE_DEFAULTS, EngineArgs, env
 
 GIB = 1 << 30
 DEFAULT_SWAP_GIB = 4
@@ -26,43 +26,46 @@ class PoolSizes:
     """Where preempted sequences are swapped to."""
 
 
-def cpu_pool_sizes(args: EngineArgs, *, block_bytes: int, max_model_len: int, available_bytes: int) -> PoolSizes:
-    """Pools on a CPU, see the docstrings of `kv_cache_memory_bytes` and `swap_space` in `EngineArgs`.
+def cpu_pool_bytes(
+    args: EngineArgs, *, block_size: int, block_bytes: int, max_model_len: int, available_bytes: int
+) -> tuple[str, int]:
+    """What sets the size of a CPU's pool, and the size: see the docstring of `kv_cache_memory_bytes`.
 
-    `block_bytes`: KV of all layers for one block. `available_bytes`: memory that is free now. Raises `ValueError` if
-    the pool cannot hold a single block, or if `num_gpu_blocks_override` asks for more than can be addressed.
+    `block_bytes`: KV of all layers for one block. `available_bytes`: memory that is free now.
     """
-    most_blocks = MAX_POOL_TOKENS // args.block_size
+    if args.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes", args.kv_cache_memory_bytes
+    space = env("CPU_KVCACHE_SPACE")
+    if space:
+        return "PYVLLM_CPU_KVCACHE_SPACE", _env_bytes(space)
+    longest = -(-max_model_len // block_size) * block_bytes
+    usual = min(DEFAULT_CPU_POOL_BYTES, available_bytes // 4)
+    if longest <= available_bytes // 2:
+        usual = max(usual, longest)
+    return "free memory", min(usual, longest * (args.max_num_seqs or DEVICE_DEFAULTS["cpu"].max_num_seqs))
+
+
+def pool_sizes(args: EngineArgs, pool_bytes: int, *, source: str, block_size: int, block_bytes: int) -> PoolSizes:
+    """Blocks that fit into `pool_bytes`, which `source` gives, and into `swap_space`.
+
+    Raises `ValueError` if the pool cannot hold a single block, or if `num_gpu_blocks_override` asks for more than can
+    be addressed.
+    """
+    most_blocks = MAX_POOL_TOKENS // block_size
     num_blocks = args.num_gpu_blocks_override
     if num_blocks is None:
-        name, pool_bytes = _cpu_pool_bytes(args, block_bytes, max_model_len, available_bytes)
         num_blocks = min(pool_bytes // block_bytes, most_blocks)
         if num_blocks < 1:
-            raise ValueError(f"{name} must be at least {block_bytes} bytes, those of one block, got {pool_bytes}")
+            raise ValueError(f"{source} must be at least {block_bytes} bytes, those of one block, got {pool_bytes}")
     if num_blocks > most_blocks:
         raise ValueError(
-            f"num_gpu_blocks_override must be at most {most_blocks} (blocks of {args.block_size} tokens), "
-            f"got {num_blocks}"
+            f"num_gpu_blocks_override must be at most {most_blocks} (blocks of {block_size} tokens), got {num_blocks}"
         )
     if args.swap_space is None:
         num_swap_blocks = min(DEFAULT_SWAP_GIB * GIB // block_bytes, num_blocks)
     else:
         num_swap_blocks = int(args.swap_space * GIB) // block_bytes
     return PoolSizes(num_gpu_blocks=num_blocks, num_cpu_blocks=num_swap_blocks)
-
-
-def _cpu_pool_bytes(args: EngineArgs, block_bytes: int, max_model_len: int, available_bytes: int) -> tuple[str, int]:
-    """What sets the size of the pool, and the size."""
-    if args.kv_cache_memory_bytes is not None:
-        return "kv_cache_memory_bytes", args.kv_cache_memory_bytes
-    space = env("CPU_KVCACHE_SPACE")
-    if space:
-        return "PYVLLM_CPU_KVCACHE_SPACE", _env_bytes(space)
-    longest = -(-max_model_len // args.block_size) * block_bytes
-    usual = min(DEFAULT_CPU_POOL_BYTES, available_bytes // 4)
-    if longest <= available_bytes // 2:
-        usual = max(usual, longest)
-    return "free memory", min(usual, longest * (args.max_num_seqs or DEFAULT_MAX_NUM_SEQS))
 
 
 def _env_bytes(space: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyvllm import _core
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels import AnyKernels
 from pyvllm.kv_cache import KVCache
 from pyvllm.models import Decoder
 from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
-from pyvllm.step import HEADER_LEN, StepView
+from pyvllm.staging import Staging
+from pyvllm.step import HEADER_LEN, Flags, StepView
 
 # Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
-_PROMPT_ROWS = 64
+_PROMPT_ROWS: Final = 64
+# Sections that only some steps have: their sampler runs after the graph.
+_SAMPLER_SECTIONS: Final = ("penalty_rows", "bias", "banned", "allowed_rows")
 
 StepResult: TypeAlias = tuple[
     NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None
@@ -56,44 +60,79 @@ class Runner:
     Symbols: T tokens of a step, R rows of logits, k candidates a row.
     """
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, kernels: AnyKernels) -> None:
-        """`decoder`: with its weights loaded; they are packed for the kernels here."""
-        decoder.pack(kernels)
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        kernels: AnyKernels,
+        *,
+        max_num_seqs: int,
+        staging_words: int = 0,
+    ) -> None:
+        """`decoder`: with its weights loaded. `max_num_seqs`: most rows of a step.
+
+        `staging_words`: of the longest plan that takes the fast way to a device that is no CPU, see `staging.py`.
+        """
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._kernels = kernels
         self._device = kv_cache.pool.device
-        self._previous = torch.zeros(1, dtype=torch.int32, device=self._device)
-        """[rows of the step before] int32: what negative ids stand for."""
+        self._previous = torch.zeros(max_num_seqs, dtype=torch.int32, device=self._device)
+        """[rows of the step before, and more] int32: what negative ids stand for."""
+        is_cpu = self._device.type == "cpu"
+        self._staging = None if is_cpu else Staging(staging_words, self._device)
+        self._graphs: Graphs[Tensor] | None = None if is_cpu else Graphs(self._device)
 
     @torch.inference_mode()
     def launch(self, buffer: NDArray[np.int32]) -> Launched:
         """Start the step that a plan's buffer describes. The buffer must not change before the step has run."""
-        words = torch.from_numpy(buffer)
-        if self._device.type != "cpu":
-            words = words.pin_memory().to(self._device, non_blocking=True)
+        words = torch.from_numpy(buffer) if self._staging is None else self._staging.put(buffer)
         step = StepView(words, buffer[:HEADER_LEN].tolist())
         self._kv_cache.apply(step, self._kernels)
-        hidden, sampled, prompt = None, None, None
-        if step.num_tokens:
-            hidden = self._decoder.forward(step, self._previous, self._kv_cache.layers, self._kernels)
-        if hidden is not None and step.num_rows:
-            logits = self._decoder.logits(hidden.index_select(0, step.row_token), self._kernels)
-            sampled = sample(logits, step, self._previous, vocab_size=self._decoder.spec.vocab_size)
-            self._previous = sampled.token_ids[:, 0].contiguous()
-        if hidden is not None and len(step.prompt_rows):
-            prompt = self._prompt_logprobs(hidden, step, buffer)
+        sampled, prompt = None, None
+        if step.graph_size and self._staging is not None and self._staging.fits(buffer):
+            sampled = self._run_graph(step)
+        elif step.num_tokens:
+            hidden = self._forward(step, torch.cat([step.row_token, step.prompt_rows[:, 0]]))
+            num_rows = len(step.row_token)
+            if num_rows:
+                sampled = self._sample(hidden[:num_rows], step)
+            if step.has("prompt_rows"):
+                prompt = self._prompt_logprobs(hidden[num_rows:], step, buffer)
         return self._launched(step, sampled, prompt)
 
+    def _forward(self, step: StepView, rows: Tensor | None = None) -> Tensor:
+        return self._decoder.forward(step, self._previous, self._kv_cache.layers, self._kernels, rows)
+
+    def _sample(self, hidden: Tensor, step: StepView) -> Sampled:
+        """Tokens of the rows `hidden` [R, d], which the next step's negative ids stand for."""
+        logits = self._decoder.logits(hidden, self._kernels)
+        sampled = sample(logits, step, self._previous, kernels=self._kernels, vocab_size=self._decoder.spec.vocab_size)
+        self._previous[: len(hidden)].copy_(sampled.token_ids[:, 0])
+        return sampled
+
+    def _run_graph(self, step: StepView) -> Sampled:
+        """A padded step: row i is that of token i. Sampling is part of the graph unless it needs special sections."""
+        assert self._graphs is not None
+        if step.max_logprobs >= 0 or Flags.BEAM in step.flags or step.has(*_SAMPLER_SECTIONS):
+            hidden = self._graphs.run((step.graph_size, None), lambda: self._forward(step))
+            return self._sample(hidden, step)
+        kind = (step.graph_size, int(step.flags))
+        token_ids = self._graphs.run(kind, lambda: self._sample(self._forward(step), step).token_ids)
+        return Sampled(token_ids=token_ids, logprobs=torch.zeros(token_ids.shape), table=None)  # nobody wants any
+
     def _prompt_logprobs(self, hidden: Tensor, step: StepView, buffer: NDArray[np.int32]) -> LogprobRows:
-        """Of the prompt tokens that the step asks for, in order."""
+        """Of the prompt tokens that the step asks for, in order; `hidden` [their number, d]."""
         offset, length = step.span("prompt_rows")
         max_top = int(buffer[offset : offset + length].reshape(-1, 3)[:, 2].max())
         chunks = []
-        for rows in torch.split(step.prompt_rows, _PROMPT_ROWS):
-            tokens, targets, _ = rows.unbind(1)
-            logits = self._decoder.logits(hidden.index_select(0, tokens), self._kernels)
-            chunks.append(prompt_logprobs(logits, targets, max_top, vocab_size=self._decoder.spec.vocab_size))
+        targets = step.prompt_rows[:, 1]
+        for some, its_targets in zip(
+            torch.split(hidden, _PROMPT_ROWS), torch.split(targets, _PROMPT_ROWS), strict=True
+        ):
+            logits = self._decoder.logits(some, self._kernels)
+            vocab_size = self._decoder.spec.vocab_size
+            chunks.append(prompt_logprobs(logits, its_targets, max_top, kernels=self._kernels, vocab_size=vocab_size))
         return LogprobRows(
             token_ids=torch.cat([chunk.token_ids for chunk in chunks]),
             logprobs=torch.cat([chunk.logprobs for chunk in chunks]),

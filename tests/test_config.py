@@ -13,6 +13,7 @@ import pytest
 
 from pyvllm.arguments import field_docs
 from pyvllm.config import (
+    DEVICE_DEFAULTS,
     EngineArgs,
     limit_to_pool,
     parse_length,
@@ -20,7 +21,9 @@ from pyvllm.config import (
     resolve_step_limits,
 )
 from pyvllm.logging import configure_logging
-from pyvllm.memory import GIB, available_memory_bytes, cpu_pool_sizes
+from pyvllm.memory import GIB, available_memory_bytes, cpu_pool_bytes, pool_sizes
+
+CPU = DEVICE_DEFAULTS["cpu"]
 
 
 def engine_args(**options: Any) -> EngineArgs:
@@ -50,7 +53,10 @@ def test_bad_lengths_are_refused(value: object) -> None:
         ("preemption_mode", "drop", r"preemption_mode must be one of auto, swap, recompute, got 'drop'"),
         ("scheduling_policy", "lifo", r"scheduling_policy must be one of fcfs, priority, got 'lifo'"),
         ("block_size", 0, r"block_size must be an integer from 1 to \d+, got 0"),
-        ("block_size", None, r"block_size must be .* got None"),
+        ("gpu_memory_utilization", 1.5, r"gpu_memory_utilization must be a number above 0 and at most 1, got 1.5"),
+        ("gpu_memory_utilization", 0, r"gpu_memory_utilization must be .* got 0"),
+        ("gpu_memory_gib", -1, r"gpu_memory_gib must be None or a number of GiB above 0, got -1"),
+        ("device", "tpu", r"device must be one of auto, cuda, cpu, got 'tpu'"),
         ("max_num_seqs", 0, r"max_num_seqs must be an integer from 1 .* got 0"),
         ("max_num_seqs", True, r"max_num_seqs must be an integer from 1 .* got True"),
         ("max_num_seqs", 1 << 31, r"max_num_seqs must be an integer from 1 to 2147483647, got 2147483648"),
@@ -172,21 +178,30 @@ def test_length_beyond_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_b023_pool_smaller_than_one_request() -> None:
     with pytest.raises(ValueError, match=r"max_model_len is 4096 tokens, but the KV pool holds only 128 \(8 blocks"):
-        limit_to_pool(engine_args(max_model_len=4096), max_model_len=4096, num_blocks=8)
-    assert limit_to_pool(engine_args(max_model_len="auto"), max_model_len=4096, num_blocks=8) == 128
-    assert limit_to_pool(engine_args(max_model_len=128), max_model_len=128, num_blocks=8) == 128
+        limit_to_pool(engine_args(max_model_len=4096), max_model_len=4096, num_blocks=8, block_size=16)
+    assert limit_to_pool(engine_args(max_model_len="auto"), max_model_len=4096, num_blocks=8, block_size=16) == 128
+    assert limit_to_pool(engine_args(max_model_len=128), max_model_len=128, num_blocks=8, block_size=16) == 128
 
 
 def test_b024_whole_prompts_need_a_budget() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens must be at least max_model_len \(64\) .* got 16"):
-        resolve_step_limits(engine_args(max_num_batched_tokens=16, enable_chunked_prefill=False), max_model_len=64)
-    assert resolve_step_limits(engine_args(max_num_batched_tokens=16), max_model_len=64).max_num_batched_tokens == 16
-    limits = resolve_step_limits(engine_args(enable_chunked_prefill=False), max_model_len=10_000)
+        resolve_step_limits(engine_args(max_num_batched_tokens=16, enable_chunked_prefill=False), 64, CPU)
+    assert resolve_step_limits(engine_args(max_num_batched_tokens=16), 64, CPU).max_num_batched_tokens == 16
+    limits = resolve_step_limits(engine_args(enable_chunked_prefill=False), 10_000, CPU)
     assert limits.max_num_batched_tokens == 10_000
 
 
+def test_defaults_are_those_of_the_device() -> None:
+    limits = {name: resolve_step_limits(engine_args(), 64, defaults) for name, defaults in DEVICE_DEFAULTS.items()}
+    assert (limits["cpu"].max_num_seqs, limits["cpu"].max_num_batched_tokens) == (256, 4096)
+    assert (limits["cuda"].max_num_seqs, limits["cuda"].max_num_batched_tokens) == (1024, 8192)
+
+
 def pool(args: EngineArgs, *, available_bytes: int = 16 * GIB, max_model_len: int = 1024) -> tuple[int, int]:
-    sizes = cpu_pool_sizes(args, block_bytes=1 << 20, max_model_len=max_model_len, available_bytes=available_bytes)
+    source, num_bytes = cpu_pool_bytes(
+        args, block_size=16, block_bytes=1 << 20, max_model_len=max_model_len, available_bytes=available_bytes
+    )
+    sizes = pool_sizes(args, num_bytes, source=source, block_size=16, block_bytes=1 << 20)
     return sizes.num_gpu_blocks, sizes.num_cpu_blocks
 
 

@@ -13,9 +13,10 @@ from pyvllm import LLM, SamplingParams
 from pyvllm.config import EngineArgs
 from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
 from pyvllm.hub import resolve_model
-from pyvllm.loading import resolve_dtype
+from pyvllm.loading import choose_device, resolve_dtype
 from tests.conftest import TinyCheckpoint
 
+CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 64}
 
 
@@ -37,25 +38,42 @@ def folder(tiny_checkpoint: TinyCheckpoint) -> Path:
 )
 def test_dtype(folder: Path, dtype: Any, config: dict[str, Any], expected: torch.dtype) -> None:
     args = EngineArgs(model=str(folder), dtype=dtype)
-    assert resolve_dtype(args, config, resolve_model(str(folder))) is expected
+    assert resolve_dtype(args, config, resolve_model(str(folder)), CPU) is expected
 
 
 def test_dtype_of_dummy_weights_and_of_unsupported_configs(folder: Path) -> None:
     files = resolve_model(str(folder))
-    assert resolve_dtype(EngineArgs(model="m", load_format="dummy"), {}, files) is torch.bfloat16
+    assert resolve_dtype(EngineArgs(model="m", load_format="dummy"), {}, files, CPU) is torch.bfloat16
     with pytest.raises(ValueError, match=r"config field dtype is 'float8', supported: half, .*; set dtype"):
-        resolve_dtype(EngineArgs(model="m"), {"dtype": "float8"}, files)
+        resolve_dtype(EngineArgs(model="m"), {"dtype": "float8"}, files, CPU)
 
 
 def test_a_change_of_dtype_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "pyvllm"):
-        resolve_dtype(EngineArgs(model="m"), {"dtype": "float16"}, resolve_model(str(folder)))
+        resolve_dtype(EngineArgs(model="m"), {"dtype": "float16"}, resolve_model(str(folder)), CPU)
     assert "running in bfloat16: float16, in which the model is stored, is slow on a CPU" in caplog.text
+
+
+def test_float16_stays_on_a_gpu(folder: Path) -> None:
+    files, device = resolve_model(str(folder)), torch.device("cuda")
+    assert resolve_dtype(EngineArgs(model="m"), {"dtype": "float16"}, files, device) is torch.float16
+
+
+def test_device_is_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(EngineArgs(model="m")) == choose_device(EngineArgs(model="m", device="cpu")) == CPU
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU"):
+        choose_device(EngineArgs(model="m", device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (
+        choose_device(EngineArgs(model="m")).type == choose_device(EngineArgs(model="m", device="cuda")).type == "cuda"
+    )
+    assert choose_device(EngineArgs(model="m", device="cpu")) == CPU
 
 
 def test_quantised_gguf_runs_in_bfloat16(smollm2: Path) -> None:
     files = resolve_model(str(smollm2))
-    assert resolve_dtype(EngineArgs(model="m"), files.config, files) is torch.bfloat16
+    assert resolve_dtype(EngineArgs(model="m"), files.config, files, CPU) is torch.bfloat16
 
 
 def test_end_of_sequence_ids() -> None:

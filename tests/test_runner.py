@@ -21,7 +21,7 @@ from tests.tiny_models import CPU, Paged, config_of, hf_logits, hf_model, load, 
 def running() -> tuple[Any, Runner, Paged]:
     model = hf_model("llama-gqa")
     paged = Paged(load(build_spec(config_of(model)), model.state_dict()), block_size=4)
-    return model, Runner(paged.decoder, paged.kv, paged.kernels), paged
+    return model, Runner(paged.decoder, paged.kv, paged.kernels, max_num_seqs=8), paged
 
 
 def test_steps_run_ahead_of_their_tokens(running: tuple[Any, Runner, Paged]) -> None:
@@ -67,7 +67,7 @@ def test_prompt_logprobs_equal_transformers(running: tuple[Any, Runner, Paged]) 
     text = random_ids(150)
     paged.kv.pool.zero_()
     decoder = load(paged.decoder.spec, model.state_dict(), max_model_len=160)
-    runner = Runner(decoder, paged.kv, paged.kernels)
+    runner = Runner(decoder, paged.kv, paged.kernels, max_num_seqs=8)
     rows = [(i, text[i + 1], 3) for i in range(149)]
     buffer = plan_buffer([paged.entry(0, text)], block_size=4, sections={"prompt_rows": rows})
     _, _, _, table = runner.launch(buffer).wait()
@@ -86,7 +86,7 @@ def test_memory_of_prompt_logprobs_does_not_grow_with_the_prompt(
     """S031: logits are made for a bounded number of positions at once."""
     model, _, paged = running
     decoder = load(paged.decoder.spec, model.state_dict(), max_model_len=400)
-    runner = Runner(decoder, paged.kv, paged.kernels)
+    runner = Runner(decoder, paged.kv, paged.kernels, max_num_seqs=8)
     most = 0
     compute = decoder.logits
 
@@ -114,7 +114,7 @@ def test_blocks_move_before_the_step_reads_them(running: tuple[Any, Runner, Page
     model, _, paged = running
     spec = paged.decoder.spec
     kv = KVCache(spec, num_blocks=6, num_host_blocks=2, block_size=4, dtype=torch.float32, device=CPU)
-    runner = Runner(paged.decoder, kv, paged.kernels)
+    runner = Runner(paged.decoder, kv, paged.kernels, max_num_seqs=8)
     text = random_ids(7)
     runner.launch(plan_buffer([Entry(token_ids=text[:6], blocks=[1, 2])], block_size=4))
     # Block 1 leaves for the host's 0 and comes back as 4, block 2 is then 1's old place and copied on to 5.
