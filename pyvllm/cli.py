@@ -1,4 +1,4 @@
-"""`pyvllm generate` and `pyvllm chat`."""
+"""`pyvllm generate`, `pyvllm chat` and `pyvllm serve`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyvllm.arguments import add_field_arguments
+from pyvllm.bench.cli import add_bench_command
 from pyvllm.config import EngineArgs
 from pyvllm.sampling_params import RequestOutputKind, SamplingParams
+from pyvllm.server import command
 
 if TYPE_CHECKING:
     from pyvllm.llm import LLM, Message
@@ -29,6 +32,11 @@ _HIDDEN = ("max_tokens", "seed", "output_kind", "detokenize", "logprobs", "promp
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. The exit status is 0, 2 for bad input, 130 for Ctrl-C, 1 for other failures."""
     args = _parser().parse_args(argv)
+    return run_command(args.run, args)
+
+
+def run_command(run: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> int:
+    """Run a command; the exit status as `main` gives it. What goes wrong is told in one line on stderr."""
     if sys.stdout is None:
         print("pyvllm: error: standard output is closed", file=sys.stderr)
         return EXIT_ERROR
@@ -36,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # Text of a model may not fit the terminal's encoding.
     try:
-        run: Callable[[argparse.Namespace], None] = args.run
-        run(args)
+        return run(args) or 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -50,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"pyvllm: error: {text}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ValueError | OSError) else EXIT_ERROR
-    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,6 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     chat = _add_command(commands, "chat", "Talk with a model.", _chat, None)
     chat.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, and leave")
     chat.add_argument("--system-prompt", metavar="TEXT", help="how the model is to behave")
+    serve = commands.add_parser(
+        "serve",
+        help=command.SUMMARY,
+        description=command.SUMMARY,
+        usage="pyvllm serve MODEL [options]",
+        allow_abbrev=False,
+    )
+    command.add_flags(serve)
+    serve.set_defaults(run=partial(command.run, serve))
+    add_bench_command(commands)
     return parser
 
 

@@ -14,6 +14,7 @@ from pyvllm.chat import choose_template, render_chat
 from pyvllm.gguf import GgufFile, read_gguf
 from pyvllm.gguf_tokenizer import build_gguf_tokenizer
 from pyvllm.json_file import read_object
+from pyvllm.own_tokenizers import build_own_tokenizer
 from pyvllm.vocabulary import VocabularyTable, vocabulary_table
 
 _NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,7 +43,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_dir() or not any(any(folder.glob(name)) for name in _OTHER_FORMATS):
         wanted = ", ".join(("tokenizer.json", *_OTHER_FORMATS)) if path.is_dir() else "no such file"
         raise FileNotFoundError(f"no tokenizer at {path}: {wanted}; pass tokenizer, or skip_tokenizer_init=True")
-    return _from_transformers(folder)
+    return _from_own_class(folder) or _from_transformers(folder)
 
 
 class Tokenizer:
@@ -187,6 +188,18 @@ def _from_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         return Tokenizer(backend, special_tokens=special_tokens, chat_templates=_templates(path.parent, settings))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _from_own_class(folder: Path) -> Tokenizer | None:
+    settings = _settings(folder)
+    made = build_own_tokenizer(folder, settings)
+    if made is None:
+        return None
+    _add_tokens(made.backend, settings, made.special_tokens)
+    templates = {} if made.chat_template is None else {"default": made.chat_template}
+    return Tokenizer(
+        made.backend, special_tokens=made.special_tokens, chat_templates=_templates(folder, settings) or templates
+    )
 
 
 def _from_transformers(folder: Path) -> Tokenizer:

@@ -1,0 +1,162 @@
+"""What a token costs the HTTP server in CPU time.
+
+256 clients read at once, in a process of their own; a tiny random model in the engine's process gives each of them a
+token a step. Counted is the CPU time of the server's process alone, system calls included:
+
+    python benches/server_cpu.py            # both figures
+    python benches/server_cpu.py --profile  # where the time of a stream goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import pstats
+import selectors
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final, cast
+
+import tokenizers
+import uvicorn
+
+from pyvllm import AsyncLLM, EngineArgs
+from pyvllm.server.app import build_app
+from pyvllm.server.config import ServerArgs
+from pyvllm.server.http_protocol import limited_protocol
+from pyvllm.server.serving import Serving
+
+LETTERS: Final = 256
+TIMEOUT_S: Final = 120
+CONFIG: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": LETTERS,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One round."""
+
+    seconds_per_token: float
+    tokens_per_chunk: float
+    """Above 1 if the server did not keep up with the engine, so that tokens came together."""
+
+
+def write_model(folder: Path) -> None:
+    """A model without weights, which are made at random, whose tokens are words of five letters."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    words = {f"▁w{i:03}": i for i in range(LETTERS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="▁w000"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def read_all(port: int, body: dict[str, object], clients: int, chunks: Connection) -> None:
+    """Send the request from `clients` connections at once, read all answers, tell how many chunks there were."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    request = f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+    selector = selectors.DefaultSelector()
+    for _ in range(clients):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(request)
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, bytearray())
+    total = 0
+    while selector.get_map():
+        for key, _ in selector.select():
+            data = cast(socket.socket, key.fileobj).recv(1 << 16)
+            key.data.extend(data)
+            if not data:
+                assert b'"finish_reason":"length"' in key.data, bytes(key.data[-300:])
+                total += key.data.count(b'"finish_reason":null')
+                selector.unregister(key.fileobj)
+    chunks.send(total)
+
+
+async def measure(llm: AsyncLLM, *, stream: bool, clients: int, tokens: int) -> Cost:
+    """One round."""
+    serving = Serving(llm, ServerArgs(host="127.0.0.1", disable_uvicorn_access_log=True))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=clients)
+    config = uvicorn.Config(
+        build_app(serving), http=limited_protocol(1 << 16), ws="none", lifespan="off", log_config=None, loop="asyncio"
+    )
+    server = uvicorn.Server(config)
+    serving_task = asyncio.create_task(server.serve(sockets=[listener]))
+    body: dict[str, object] = {"prompt": [1, 2, 3], "max_tokens": tokens, "temperature": 0, "stream": stream}
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (listener.getsockname()[1], body, clients, theirs)
+    reader = multiprocessing.get_context("spawn").Process(target=read_all, args=arguments)
+    begun = time.process_time()
+    reader.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        while not ours.poll():
+            await asyncio.sleep(0.05)
+    seconds = time.process_time() - begun
+    server.should_exit = True
+    await serving_task
+    reader.join()
+    return Cost(
+        seconds_per_token=seconds / (clients * tokens),
+        tokens_per_chunk=clients * tokens / max(1, ours.recv()) if stream else 1.0,
+    )
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=256, help="requests at once [default: 256]")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each [default: 256]")
+    parser.add_argument("--rounds", type=int, default=5, help="the best of so many is taken [default: 5]")
+    parser.add_argument("--profile", action="store_true", help="profile one round of streams instead")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        llm = AsyncLLM.from_engine_args(EngineArgs(model=folder, load_format="dummy", max_num_seqs=args.clients))
+    try:
+        run(llm, args)
+    finally:
+        llm.shutdown()
+
+
+def run(llm: AsyncLLM, args: argparse.Namespace) -> None:
+    """All rounds."""
+
+    async def rounds(stream: bool) -> Cost:
+        costs = [
+            await measure(llm, stream=stream, clients=args.clients, tokens=args.tokens)
+            for _ in range(1 if args.profile else args.rounds)
+        ]
+        return min(costs, key=lambda cost: cost.seconds_per_token)
+
+    if args.profile:
+        with cProfile.Profile() as profile:
+            asyncio.run(rounds(stream=True))
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        return
+    print(f"{args.clients} requests at once of {args.tokens} tokens: CPU time of the server's process for each token")
+    for stream in (True, False):
+        cost = asyncio.run(rounds(stream=stream))
+        note = f" ({cost.tokens_per_chunk:.2f} tokens in a chunk)" if stream else ""
+        print(f"{'streamed' if stream else 'whole'}: {1e6 * cost.seconds_per_token:.1f} µs{note}")
+
+
+if __name__ == "__main__":
+    main()

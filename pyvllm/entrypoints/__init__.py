@@ -1,0 +1,1 @@
+"""Servers under the module paths that programs written for vLLM start."""

@@ -1,0 +1,1 @@
+"""`python -m pyvllm.entrypoints.openai.api_server`."""

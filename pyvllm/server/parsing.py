@@ -1,0 +1,149 @@
+"""From the bytes of a request to a body, and from a body to `SamplingParams`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from pyvllm.sampling_params import SamplingParams, parameter_error
+from pyvllm.server.config import UnknownFields
+from pyvllm.server.errors import ApiError, bad_request, not_supported
+from pyvllm.server.protocol import NOT_YET, SAMPLING_FIELDS, Body
+
+MAX_TEMPERATURE: Final = 2.0
+MAX_STOPS: Final = 64
+WARNING_HEADER: Final = "Warning"
+_JSON_TYPES: Final = ("application/json", "+json")
+
+_B = TypeVar("_B", bound=Body)
+
+
+async def read_json(request: Request, limit: int, *, any_type: bool = False) -> dict[str, Any]:
+    """The JSON object of a request.
+
+    `limit`: most bytes. `any_type`: whatever the content type says. Raises `ApiError` 413, 415 or 400, and
+    `ClientDisconnect`.
+    """
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if not any_type and not kind.endswith(_JSON_TYPES):
+        raise ApiError(415, f"Content-Type must be application/json, got {kind[:100]!r}")
+    stated = request.headers.get("content-length", "")
+    too_large = ApiError(413, f"the body must have at most {limit} bytes (the server's max_body_bytes)")
+    if stated.isdigit() and int(stated) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        more = message.get("more_body", False)
+    try:
+        found = orjson.loads(b"".join(parts))
+    except orjson.JSONDecodeError as error:
+        raise bad_request(None, f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise bad_request(None, f"the body must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def parse_body(model: type[_B], found: Mapping[str, Any], unknown: UnknownFields) -> tuple[_B, dict[str, str]]:
+    """The body, and headers for its answer. Raises `ApiError` naming the first field that is wrong."""
+    given = {name: value for name, value in found.items() if value is not None}
+    extra = [name for name in found if name not in model.model_fields]
+    headers = {}
+    if extra and unknown == "error":
+        raise bad_request(_clean(extra[0]), _unknown(extra[0], list(model.model_fields)))
+    if extra:
+        listed = ", ".join(_clean(name) for name in extra[:8])
+        headers[WARNING_HEADER] = f'299 - "unknown fields ignored: {listed}"'
+        given = {name: value for name, value in given.items() if name in model.model_fields}
+    for name, feature in NOT_YET.items():
+        if name in given:
+            if given[name] == [] and name in ("tools", "functions"):
+                raise bad_request(name, f"{name} must not be empty: leave it out")
+            raise not_supported(name, f"there is no {feature}")
+    try:
+        return model.model_validate(given), headers
+    except ValidationError as error:
+        raise _wrong_field(error) from None
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown field {_clean(name)!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _clean(name: str) -> str:
+    """A client's own name for a field, fit for a header and a message."""
+    text = name if len(name) <= 64 else name[:64] + "..."
+    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in text)
+
+
+def _wrong_field(error: ValidationError) -> ApiError:
+    """The first thing that is wrong. A field that may have several types has an error for each of them."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    name = str(first["loc"][0]) if first["loc"] else None
+    same = [one for one in errors if one["loc"][:1] == first["loc"][:1]]
+    # Of the types of a union, the one that fitted furthest says most.
+    deepest = max(same, key=lambda one: len(one["loc"]))
+    place = ".".join(str(part) for part in first["loc"][:1])
+    if len(same) == 1:
+        place = ".".join(str(part) for part in first["loc"])
+    text = deepest["msg"][:1].lower() + deepest["msg"][1:]
+    shown = repr(deepest["input"])
+    got = "" if deepest["type"] == "missing" else f", got {shown if len(shown) <= 200 else shown[:200] + '...'}"
+    return bad_request(name, f"{place}: {text}{got}")
+
+
+def given_sampling(body: Body) -> dict[str, Any]:
+    """The sampling parameters that a body has, as `SamplingParams` takes them.
+
+    Raises `ParameterError` for what is narrower over HTTP than elsewhere.
+    """
+    given = {name: body.__dict__[name] for name in body.model_fields_set if name in SAMPLING_FIELDS}
+    temperature = given.get("temperature")
+    if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
+        raise parameter_error("temperature", f"a number from 0 to {MAX_TEMPERATURE:g}", temperature)
+    stop = given.get("stop")
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise parameter_error("stop", f"at most {MAX_STOPS} strings", f"{len(stop)} strings")
+    if "logit_bias" in given:
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
+    return given
+
+
+def _logit_bias(value: object) -> dict[int, Any]:
+    expected = "an object of token id to number"
+    if not isinstance(value, dict):
+        raise parameter_error("logit_bias", expected, value)
+    for key in value:
+        if not key.removeprefix("-").isdecimal() or len(key) > 19:
+            raise parameter_error("logit_bias", expected, key)
+    return {int(key): bias for key, bias in value.items()}
+
+
+def make_params(defaults: Mapping[str, Any], given: Mapping[str, Any], **fixed: Any) -> SamplingParams:
+    """`SamplingParams` of a request.
+
+    `defaults`: the model's, which a beam search, that draws nothing, does not heed. `fixed`: what the server decides.
+    Raises `ParameterError`.
+    """
+    entries = dict(given)
+    if entries.get("use_beam_search") is True:
+        entries.setdefault("temperature", 0.0)
+        if entries.get("best_of") is None:
+            entries["best_of"] = entries.get("n", 1)
+    else:
+        entries = {**defaults, **entries}
+    return SamplingParams(**(entries | fixed))

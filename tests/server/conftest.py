@@ -1,0 +1,124 @@
+"""A real server on a tiny random model, started once for all tests that do not end it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+START_S = 60.0
+ENGINE_FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "256", "--block-size", "8", "--max-num-seqs", "64")
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        with self.http() as http:
+            return http.post(path, json=body)
+
+    def engine_pids(self) -> list[int]:
+        """Processes that the server has started."""
+        found = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        found = [line for line in lines if re.match(rf"{re.escape(name)}(\{{|\s)", line)]
+        assert found, f"there is no {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+@contextmanager
+def serve(model: Path, folder: Path, *flags: str, module: str = "pyvllm", **variables: str) -> Iterator[Served]:
+    """Start a server and wait until it answers; it is killed in the end, if it has not ended by then."""
+    log = folder / f"server-{time.monotonic_ns()}.log"
+    command = ["serve"] if module == "pyvllm" else []
+    argv = [sys.executable, "-m", module, *command, "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    with log.open("wb") as file:
+        process = subprocess.Popen([*argv, *ENGINE_FLAGS, *flags], stderr=file, stdout=file, env=env)
+    try:
+        yield Served(process=process, url=_wait_for_url(process, log), log=log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        found = re.search(r" on (https?)://127\.0\.0\.1:(\d+)", log.read_text())
+        if found:
+            url = f"{found[1]}://127.0.0.1:{found[2]}"
+            try:
+                if httpx.get(f"{url}/health", verify=False, timeout=2).status_code == 200:
+                    return url
+            except httpx.TransportError:
+                pass
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start in {START_S} s: {log.read_text()}")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for something to become true."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "did not become true in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def session_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    names = ("--served-model-name", "tiny", "tiny-alias")
+    with serve(tiny_llama, folder, *names, "--enable-request-id-headers") as served:
+        yield served
+
+
+@pytest.fixture
+def server(session_server: Served) -> Iterator[Served]:
+    """An idle server, which must be idle afterwards."""
+    assert session_server.process.poll() is None, session_server.log.read_text()
+    yield session_server
+    wait_until(lambda: session_server.metric("pyvllm:num_requests_running") == 0)
+    assert session_server.metric("pyvllm:num_requests_waiting") == 0
+    assert session_server.metric("pyvllm:kv_cache_usage_perc") == 0
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with server.client() as found:
+        yield found
