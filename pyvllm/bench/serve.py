@@ -23,6 +23,8 @@ from pyvllm.bench.workloads import Request, fixed_workload, spread_workload
 
 _RANDOM_PROMPTS: Final = 1000
 _PROGRESS_S: Final = 5.0
+_BUSY: Final = 0.8
+"""Share of a core above which a client no longer keeps up at all times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Load:
     """From the first request to the end of the last answer."""
     server: str
     """What the server calls itself: address and version."""
+    client_cpu: float
+    """Share of a core that this client was busy; near 1 it is the client that is measured."""
 
 
 def run(options: ServeOptions) -> None:
@@ -59,6 +63,8 @@ def run(options: ServeOptions) -> None:
         from pyvllm.bench.serve_plot import draw
 
         draw(load, options.metric_names, Path(options.plot))
+    if load.client_cpu > _BUSY:
+        say(f"this client was busy {load.client_cpu:.0%} of the time: its own speed is part of these figures")
     failed = [answer.error for answer in load.answers if answer.error is not None]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(load.answers)} requests failed, the first with: {failed[0]}")
@@ -129,8 +135,11 @@ async def send_all(options: ServeOptions, requests: Sequence[Request]) -> Load:
         await _warm_up(client, options, replace(requests[0], prompt=requests[0].prompt[::-1]))
         bodies = [await client.body(request) for request in requests]
         begin = time.perf_counter()
+        cpu_begin = time.process_time()
         answers = await _send(client, options, requests, bodies)
-        return Load(answers=answers, seconds=client.now(), server=server)
+        seconds = client.now()
+        cpu = (time.process_time() - cpu_begin) / seconds
+        return Load(answers=answers, seconds=seconds, server=server, client_cpu=cpu)
 
 
 async def _first_model(session: Any, url: str) -> str:
@@ -209,6 +218,7 @@ def results(options: ServeOptions, load: Load) -> dict[str, Any]:
         "input_tokens_per_s": input_tokens / load.seconds,
         "output_tokens_per_s": output_tokens / load.seconds,
         "max_concurrent_requests": max_open(load.answers),
+        "client_cpu": load.client_cpu,
     }
     if options.goodput:
         kept = sum(_keeps(answer, options.goodput_ms) for answer in good)

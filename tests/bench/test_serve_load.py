@@ -80,6 +80,7 @@ def test_load_on_a_real_server(port: int, tmp_path: Path, capsys: pytest.Capture
         assert request["pieces"][-1] <= result["seconds"]
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
         assert result[name].keys() == {"mean", "p50", "p90", "p99"}
+    assert 0 < result["client_cpu"] <= 1.5
     assert result["server"].startswith(f"http://127.0.0.1:{port} ")
     assert "| e2el |" in capsys.readouterr().out
     assert "time to first token" in plot.read_text()
