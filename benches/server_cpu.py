@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Final, cast
 
 import tokenizers
-import uvicorn
 
 from pyvllm import AsyncLLM, EngineArgs
 from pyvllm.server.app import build_app
 from pyvllm.server.config import ServerArgs
-from pyvllm.server.http_protocol import limited_protocol
+from pyvllm.server.life_cycle import Server, listening, uvicorn_config
 from pyvllm.server.serving import Serving
 
 LETTERS: Final = 256
+BLOCK_SIZE: Final = 16
 TIMEOUT_S: Final = 120
 CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"],
@@ -93,19 +93,21 @@ def read_all(port: int, body: dict[str, object], clients: int, chunks: Connectio
 
 async def measure(llm: AsyncLLM, *, stream: bool, clients: int, tokens: int) -> Cost:
     """One round."""
-    serving = Serving(llm, ServerArgs(host="127.0.0.1", disable_uvicorn_access_log=True))
-    listener = socket.create_server(("127.0.0.1", 0), backlog=clients)
-    config = uvicorn.Config(
-        build_app(serving), http=limited_protocol(1 << 16), ws="none", lifespan="off", log_config=None, loop="asyncio"
-    )
-    server = uvicorn.Server(config)
+    args = ServerArgs(host="127.0.0.1", port=0, disable_uvicorn_access_log=True)
+    serving = Serving(llm, args)
+    with listening(args) as listener:
+        return await _measure(listener, serving, stream=stream, clients=clients, tokens=tokens)
+
+
+async def _measure(listener: socket.socket, serving: Serving, *, stream: bool, clients: int, tokens: int) -> Cost:
+    server = Server(uvicorn_config(build_app(serving), serving.args), serving)
     serving_task = asyncio.create_task(server.serve(sockets=[listener]))
     body: dict[str, object] = {"prompt": [1, 2, 3], "max_tokens": tokens, "temperature": 0, "stream": stream}
     ours, theirs = multiprocessing.Pipe()
     arguments = (listener.getsockname()[1], body, clients, theirs)
     reader = multiprocessing.get_context("spawn").Process(target=read_all, args=arguments)
-    begun = time.process_time()
     reader.start()
+    begun = time.process_time()
     async with asyncio.timeout(TIMEOUT_S):
         while not ours.poll():
             await asyncio.sleep(0.05)
@@ -123,13 +125,21 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=256, help="requests at once [default: 256]")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each [default: 256]")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each [default: 128]")
     parser.add_argument("--rounds", type=int, default=5, help="the best of so many is taken [default: 5]")
     parser.add_argument("--profile", action="store_true", help="profile one round of streams instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        llm = AsyncLLM.from_engine_args(EngineArgs(model=folder, load_format="dummy", max_num_seqs=args.clients))
+        blocks = args.clients * (args.tokens // BLOCK_SIZE + 2)
+        engine_args = EngineArgs(
+            model=folder,
+            load_format="dummy",
+            max_num_seqs=args.clients,
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=blocks,
+        )
+        llm = AsyncLLM.from_engine_args(engine_args)
     try:
         run(llm, args)
     finally:

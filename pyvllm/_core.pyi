@@ -99,6 +99,9 @@ class StepPlan:
     @property
     def buffer(self) -> NDArray[np.int32]:
         """The plan's words. May be taken once; the array owns its memory."""
+    @property
+    def processed_rows(self) -> list[tuple[int, str, Any, list[int], list[int]]]:
+        """Rows whose logits processors change: row, request id, processor, prompt ids, generated ids."""
 
 @final
 class Completion:
@@ -119,7 +122,7 @@ class Completion:
         """One row for each of `token_ids`."""
     @property
     def finish_reason(self) -> str | None:
-        """`stop`, `length`, `abort`, or None while running."""
+        """`stop`, `length`, `abort`, `error`, or None while running."""
     @property
     def stop_reason(self) -> int | str | None: ...
 
@@ -139,6 +142,9 @@ class Output:
     @property
     def completions(self) -> list[Completion]:
         """By index; beams and `best_of` best first."""
+    @property
+    def error(self) -> ParameterError | None:
+        """Why the request failed, if it did."""
     @property
     def finished(self) -> bool: ...
     @property
@@ -246,8 +252,14 @@ class Scheduler:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter_id: int = 0,
+        bad_word_ids: Sequence[Sequence[int]] = ...,
+        processor: Any = None,
     ) -> None:
-        """Queue a request. Raises `ParameterError` if it can never run, with the numbers in the message."""
+        """Queue a request. Raises `ParameterError` if it can never run, with the numbers in the message.
+
+        `bad_word_ids`: what the tokenizer makes of `params.bad_words`. `processor`: comes back with each step that has
+        a row of the request.
+        """
     def add_message(self, message: bytes) -> int:
         """Queue a request that `FrontEnd.add` made a message of; its id is its number, which is returned."""
     def limits(self) -> bytes:
@@ -272,7 +284,12 @@ class Scheduler:
         row for each logits row, needed when `max_logprobs >= 0`; `prompt_table`: one row for each of `prompt_rows`.
         Outputs: requests that finished, and those with `DELTA` or `CUMULATIVE` output that advanced.
         """
-    def has_unfinished(self) -> bool: ...
+    def fail(self, request_id: str, parameter: str, message: str) -> bool:
+        """End a request that cannot go on; `take_failed` tells of it. False if there is none of exactly this id."""
+    def take_failed(self) -> list[Output]:
+        """The last outputs of requests that failed since the last time, each with its `error`."""
+    def has_unfinished(self) -> bool:
+        """Whether a request is alive, or has failed and has not been taken."""
     def num_unfinished(self) -> int:
         """Requests waiting, running or swapped."""
     def stats(self) -> Stats: ...
@@ -342,6 +359,7 @@ class FrontEnd:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter_id: int = 0,
+        bad_word_ids: Sequence[Sequence[int]] = ...,
     ) -> tuple[int, bytes]:
         """Number a request, and make the message for `Scheduler.add_message`.
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -22,6 +22,8 @@ from pyvllm.engine_spawn import EngineDeadError, EngineFacts, EngineProcess
 from pyvllm.inputs import (
     ParsedPrompt,
     Prompt,
+    bad_word_ids,
+    check_lora_request,
     encode_prompts,
     parse_priority,
     parse_prompt,
@@ -32,7 +34,7 @@ from pyvllm.inputs import (
 from pyvllm.logging import StatsLog, configure_logging
 from pyvllm.logprobs import TokenText
 from pyvllm.outputs import RequestOutput, request_output
-from pyvllm.sampling_params import SamplingParams
+from pyvllm.sampling_params import SamplingParams, parameter_error
 from pyvllm.wire import Kind
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class OutputStream:
         output = self._client.front.take(self._number)
         if output is not None:
             self._ended = output.finished
+            if output.error is not None:
+                raise output.error
             return output
         try:
             self._client.raise_if_failed(self._number)
@@ -211,6 +215,9 @@ class AsyncLLM:
         Raises `ParameterError` for whatever can never run and for an id in use, `QueueFullError` if too much waits or
         the engine is drained, and `EngineDeadError`; nothing of the request stays behind then.
         """
+        if params.logits_processors:
+            expected = "None: functions do not travel to the engine's process (LLM and LLMEngine run them)"
+            raise parameter_error("logits_processors", expected, params.logits_processors)
         client = self._client
         client.check_alive()
         if self._draining:
@@ -222,6 +229,7 @@ class AsyncLLM:
             prompt=prompt.text,
             priority=parse_priority(priority),
             cache_salt=prompt.cache_salt,
+            bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words or ()),
         )
         client.send(Kind.ADD, message)
         return OutputStream(client, request_id, number)
@@ -239,12 +247,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: object = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, as its `output_kind` says. Leaving the loop early aborts it.
 
-        `sampling_params` None: the model's defaults. `request_id` None: a new one.
+        `sampling_params` None: the model's defaults. `request_id` None: a new one. `lora_request` must be None.
         """
+        check_lora_request(lora_request)
         if not isinstance(sampling_params, SamplingParams | None):
             raise TypeError(f"sampling_params must be SamplingParams or None, got {type(sampling_params).__name__}")
         name = f"generate-{next(self._numbers)}" if request_id is None else parse_request_id(request_id)
@@ -258,11 +268,12 @@ class AsyncLLM:
         finally:
             stream.close()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream gives what there is, with `finish_reason` abort. Unknown ids are ignored."""
-        number = self._client.front.number(request_id)
-        if number is not None:
-            self._client.abort(number)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests: their streams give what there is, with `finish_reason` abort. Unknown ids are ignored."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            number = self._client.front.number(one)
+            if number is not None:
+                self._client.abort(number)
 
     # ---- the engine ----
 

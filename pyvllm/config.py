@@ -14,6 +14,8 @@ Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 LoadFormat = Literal["auto", "safetensors", "pt", "npcache", "gguf", "dummy"]
 """Format of a model's weights; npcache is read as pt, dummy reads none."""
 Device = Literal["auto", "cuda", "cpu"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""What log-probabilities are taken from, and whether they are the logits themselves."""
 PreemptionMode = Literal["auto", "swap", "recompute"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -103,6 +105,11 @@ class EngineArgs:
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for at each position; -1: no limit."""
 
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """What logprobs hold. raw: of the model's own logits; processed: of those that tokens are drawn from, after
+    penalties, masks, temperature and filters; logits: these themselves, in place of log-probabilities. Prompts have
+    raw ones only."""
+
     enforce_eager: bool = False
     """Use no CUDA graphs; a CPU never does."""
 
@@ -143,6 +150,10 @@ class EngineArgs:
 
     enable_chunked_prefill: bool = True
     """Let a prompt longer than what is left of a step's tokens run over several steps."""
+
+    disable_cascade_attn: bool = False
+    """Let each sequence read all of its KV blocks in decode steps, also those that a GPU's kernels could read once for
+    all sequences that begin with them. Without windows of attention only; results are the same up to rounding."""
 
     scheduling_policy: SchedulingPolicy = "fcfs"
     """fcfs: first come, first served; priority: lower numbers first."""
@@ -208,6 +219,7 @@ class EngineArgs:
             "device": Device,
             "dtype": Dtype,
             "load_format": LoadFormat,
+            "logprobs_mode": LogprobsMode,
             "preemption_mode": PreemptionMode,
             "scheduling_policy": SchedulingPolicy,
         }

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyvllm import _core
-from pyvllm.inputs import ParsedPrompt, encode_prompts, parse_priority, require_tokenizer, start_token
+from pyvllm.inputs import ParsedPrompt, bad_word_ids, encode_prompts, parse_priority, require_tokenizer, start_token
 from pyvllm.logging import StatsLog
 from pyvllm.logprobs import TokenText
 from pyvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pyvllm.logits_processors import ProcessedRow, Processor
     from pyvllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,10 @@ class Launched(Protocol):
     def step(self) -> int:
         """Its number, as in the plan."""
 
+    @property
+    def failures(self) -> dict[str, Exception]:
+        """What the `logits_processors` of requests raised, by request id."""
+
     def wait(
         self,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None]:
@@ -39,8 +44,8 @@ class Launched(Protocol):
 class StepRunner(Protocol):
     """Executes plans in the order they come."""
 
-    def launch(self, buffer: NDArray[np.int32]) -> Launched:
-        """Start a step; does not wait for it where device and host run side by side."""
+    def launch(self, buffer: NDArray[np.int32], processed_rows: Sequence[ProcessedRow] = ()) -> Launched:
+        """Start a step; does not wait for it where device and host run side by side, unless rows are processed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,8 @@ class Engine:
             prompt=prompt.text,
             priority=parse_priority(priority),
             cache_salt=prompt.cache_salt,
+            bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words or ()),
+            processor=_processor(params),
         )
 
     def add_message(self, message: bytes) -> int:
@@ -147,11 +154,22 @@ class Engine:
 
     def _step(self) -> list[_core.Output]:
         plan = self._scheduler.schedule()
-        launched = self._runner.launch(plan.buffer) if plan is not None else None
+        launched = self._launch(plan) if plan is not None else None
         done = launched
         if self._run_ahead:
             done, self._pending = self._pending, launched
-        return self._scheduler.commit(done.step, *done.wait()) if done is not None else []
+        outputs = [] if done is None else self._commit(done)
+        return outputs + self._scheduler.take_failed()
+
+    def _launch(self, plan: _core.StepPlan) -> Launched:
+        rows = plan.processed_rows
+        return self._runner.launch(plan.buffer, rows) if rows else self._runner.launch(plan.buffer)
+
+    def _commit(self, done: Launched) -> list[_core.Output]:
+        arrays = done.wait()
+        for request_id, error in done.failures.items():
+            self._scheduler.fail(request_id, "logits_processors", f"logits_processors: one of them raised {error!r}")
+        return self._scheduler.commit(done.step, *arrays)
 
     def _reset(self) -> None:
         """A step that failed half-way leaves KV memory unknown: start anew with empty queues and an empty cache."""
@@ -196,3 +214,11 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if memory accounting is wrong."""
         self._scheduler.check_invariants()
+
+
+def _processor(params: SamplingParams) -> Processor | None:
+    if not params.logits_processors:
+        return None
+    from pyvllm.logits_processors import as_processor  # needs torch, which a front end does without
+
+    return as_processor(params.logits_processors)

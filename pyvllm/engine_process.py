@@ -128,7 +128,7 @@ def _watch(channel: Channel, service: Service, parent: int) -> None:
     poll = select.poll()
     poll.register(channel.connection, 0)  # tells of the other end's closing, even while frames are waiting
     # A closed connection says it at once; a parent that was forked leaves it open in its children.
-    while not poll.poll(BEAT_S * 1000):
+    while not poll.poll(BEAT_S * 1000) and os.getppid() == parent:
         try:
             channel.send(Kind.ALIVE, PROGRESS.pack(service.num_steps, service.is_stepping))
         except OSError:

@@ -77,6 +77,8 @@ class EngineProcess:
     def send_arguments(self, args: EngineArgs) -> None:
         """Let it load an engine."""
         level = logging.getLevelName(logging.getLogger("pyvllm").getEffectiveLevel())
+        if level not in logging.getLevelNamesMapping():
+            level = "INFO"
         self.connection.sendall(frame(Kind.START, to_json({"engine_args": args_to_json(args), "log_level": level})))
 
     def wait_loaded(self) -> EngineFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -20,6 +21,10 @@ from pyvllm.staging import staging_words
 
 _TRIAL_TOKENS: Final = 4
 """Tokens that each trial request generates: steps that prefill, run for the first time, record a graph, replay it."""
+_SMALL_BATCHES: Final = range(1, 17)
+"""Sizes with matrix products of their own."""
+_CASCADE_SIZES: Final = (4, 16)
+"""Sequences of a cascade that small and large kernels serve."""
 # All that a sampler can be asked for at once.
 _GREEDIEST: Final = SamplingParams(
     temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
@@ -107,7 +112,7 @@ def measure_memory(
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = KVCache(
         decoder.spec,
-        num_blocks=limits.max_num_seqs * -(-_trial_len(limits) // block_size) + 1,
+        num_blocks=limits.max_num_seqs * -(-_trial_len(limits, block_size) // block_size) + 1,
         num_host_blocks=0,
         block_size=block_size,
         dtype=dtype,
@@ -139,10 +144,10 @@ def gpu_pool_bytes(args: EngineArgs, use: MemoryUse, device: torch.device) -> tu
     return wanted, source
 
 
-def _trial_len(limits: StepLimits) -> int:
-    """Tokens of each trial request: as many sequences as a step holds fill a step with their prompts."""
-    prompt = max(1, limits.max_num_batched_tokens // limits.max_num_seqs)
-    return min(prompt + _TRIAL_TOKENS, limits.max_model_len)
+def _trial_len(limits: StepLimits, block_size: int) -> int:
+    """Most tokens of a trial request: its share of a step's prompts, or more than a block; and what it generates."""
+    share = limits.max_num_batched_tokens // limits.max_num_seqs
+    return min(max(share, block_size + 1) + _TRIAL_TOKENS, limits.max_model_len)
 
 
 def _run_trial(
@@ -153,7 +158,10 @@ def _run_trial(
     block_size: int,
     sizes: list[int],
 ) -> None:
-    """Run requests that fill a step: as prompts, then as decode steps of the largest graph."""
+    """Run requests that fill a step, as prompts and as decode steps, and small batches, which have their own kernels.
+
+    A round before, which computes nothing, compiles.
+    """
     runner = Runner(
         decoder,
         kv_cache,
@@ -161,22 +169,47 @@ def _run_trial(
         max_num_seqs=limits.max_num_seqs,
         staging_words=staging_words(limits, block_size=block_size),
     )
-    scheduler = _core.Scheduler(
-        num_gpu_blocks=max(len(kv_cache.layers[0]), -(-limits.max_model_len // block_size)),
-        block_size=block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=limits.max_model_len,
-        vocab_size=decoder.spec.vocab_size,
-        enable_prefix_caching=False,
-        graph_sizes=sizes,
-    )
-    prompt = [0] * max(1, _trial_len(limits) - _TRIAL_TOKENS)
-    for params in (_GREEDIEST, SamplingParams(temperature=0.0)):
-        params = params.clone()
-        params.max_tokens, params.ignore_eos = _TRIAL_TOKENS, True
-        for number in range(limits.max_num_seqs):
-            scheduler.add_request(str(number), prompt, params)
+    longest = max(1, _trial_len(limits, block_size) - _TRIAL_TOKENS)
+    prompt = [0] * max(1, min(longest, limits.max_num_batched_tokens // limits.max_num_seqs))
+    greedy = SamplingParams(temperature=0.0)
+    trials = [(limits.max_num_seqs, prompt, _GREEDIEST), (limits.max_num_seqs, prompt, greedy)]
+    small = [(size, prompt[:1], greedy) for size in _SMALL_BATCHES if size <= limits.max_num_seqs]
+    if kernels.cascades and longest > block_size:
+        small += [(1, [0] * longest, SamplingParams(n=n)) for n in _CASCADE_SIZES if n <= limits.max_num_seqs]
+    make_scheduler = partial(_trial_scheduler, decoder, kv_cache, limits, block_size)
+    with kernels.compile_ahead():
+        for trial in trials + small:
+            scheduler = make_scheduler([])
+            _add_requests(scheduler, *trial)
+            for _ in range(2):  # run ahead of the results, which there are none of
+                if (plan := scheduler.schedule()) is not None:
+                    runner.launch(plan.buffer)
+    scheduler = make_scheduler(sizes)
+    for trial in trials + small:
+        _add_requests(scheduler, *trial)
         while (plan := scheduler.schedule()) is not None:
             launched = runner.launch(plan.buffer)
             scheduler.commit(launched.step, *launched.wait())
+
+
+def _add_requests(scheduler: _core.Scheduler, count: int, prompt: list[int], params: SamplingParams) -> None:
+    params = params.clone()
+    params.max_tokens, params.ignore_eos = _TRIAL_TOKENS, True
+    for number in range(count):
+        scheduler.add_request(str(number), prompt, params)
+
+
+def _trial_scheduler(
+    decoder: Decoder, kv_cache: KVCache, limits: StepLimits, block_size: int, sizes: list[int]
+) -> _core.Scheduler:
+    return _core.Scheduler(
+        num_gpu_blocks=len(kv_cache.layers[0]),
+        block_size=block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=_trial_len(limits, block_size),
+        vocab_size=decoder.spec.vocab_size,
+        enable_prefix_caching=False,
+        graph_sizes=sizes,
+        cascade_tokens=1,
+    )

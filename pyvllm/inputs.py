@@ -98,6 +98,31 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
     )
 
 
+def bad_word_ids(tokenizer: Tokenizer | None, words: Sequence[str]) -> list[list[int]]:
+    """Token ids of words that must not be generated: each as it is, and with a space before it if that is
+    another end of tokens. Raises `ParameterError` if there is no tokenizer.
+    """
+    if not words:
+        return []
+    if tokenizer is None:
+        raise parameter_error("bad_words", "empty for an engine without a tokenizer", list(words))
+    found = []
+    for word in words:
+        bare = word.lstrip(" ") or word
+        ids = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
+        found.append(ids)
+        if spaced[-len(ids) :] != ids:  # Else the shorter one matches wherever this one does.
+            found.append(spaced)
+    return [ids for ids in found if ids]
+
+
+def check_lora_request(lora_request: object) -> None:
+    """Raises `ParameterError` for anything but None."""
+    if lora_request is not None:
+        raise parameter_error("lora_request", "None (adapters are not supported)", lora_request)
+
+
 def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     """Raises `ValueError` if there is none."""
     if tokenizer is None:

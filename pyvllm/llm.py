@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, cast
 from pyvllm import _core
 from pyvllm.calls import Call, Calls, naming_prompt
 from pyvllm.config import EngineArgs
-from pyvllm.inputs import Prompt, TokensPrompt, is_single_prompt, parse_prompt, priority_list
+from pyvllm.inputs import Prompt, TokensPrompt, check_lora_request, is_single_prompt, parse_prompt, priority_list
 from pyvllm.outputs import BeamSearchOutput, Metric, RequestOutput, beam_search_output, request_output
 from pyvllm.progress import Progress
 from pyvllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -61,6 +61,7 @@ class LLM:
         *,
         prompt_token_ids: Prompt | Sequence[Prompt] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; output i belongs to prompt i.
@@ -68,9 +69,11 @@ class LLM:
         `prompts`: text, token ids, a `TextPrompt` or `TokensPrompt`, or a list of these. `sampling_params`: for all,
         or a list of one for each; None: the model's defaults. `prompt_token_ids`: an old way to give token ids.
         `use_tqdm`: show progress, or what to show it with. `priority`: a number for each prompt, lower ones first.
+        `lora_request` is accepted for programs written for vLLM and must be None.
 
         Raises `ValueError` saying which prompt is wrong and how; then none of them runs.
         """
+        check_lora_request(lora_request)
         prompts = _one_of(prompts, prompt_token_ids)
         with self._submit(prompts, sampling_params, priority, final_only=True) as call:
             return self._finish([call], use_tqdm)
@@ -102,6 +105,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: object = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -118,13 +122,14 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
+        lora_request: object = None,
         use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[BeamSearchOutput]:
         """The most probable continuations of each prompt, best first."""
@@ -132,7 +137,7 @@ class LLM:
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         tokenizer = self._live().engine.tokenizer
         found = []
-        for output in self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm):
+        for output in self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm, lora_request=lora_request):
             text = output.prompt
             if text is None:
                 text = tokenizer.decode(output.prompt_token_ids) if tokenizer else ""
@@ -276,6 +281,8 @@ class LLM:
         return [outputs[request_id] for call in calls for request_id in call.ids]
 
     def _request_output(self, output: _core.Output) -> RequestOutput:
+        if output.error is not None:
+            raise output.error
         return request_output(output, self._live().engine.token_text)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from pyvllm.config import EngineArgs
 from pyvllm.engine import Engine
-from pyvllm.inputs import Prompt, parse_prompt, parse_request_id
+from pyvllm.inputs import Prompt, check_lora_request, parse_prompt, parse_request_id
 from pyvllm.logging import StatsLog, configure_logging
 from pyvllm.outputs import RequestOutput, request_output
 from pyvllm.sampling_params import SamplingParams, id_list
@@ -41,17 +41,19 @@ class LLMEngine:
         arrival_time: float | Sequence[int] | None = None,
         *,
         prompt_token_ids: Sequence[int] | None = None,
+        lora_request: object = None,
         priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
         `params` None: the model's defaults. `arrival_time` is accepted for programs written for vLLM; early ones give
-        `prompt_token_ids` in its place.
+        `prompt_token_ids` in its place. `lora_request` must be None.
 
         Raises `TypeError` for an id that is no string, `ValueError` for one that is in use and for whatever can never
         run; nothing of the request stays behind then.
         """
         parse_request_id(request_id)
+        check_lora_request(lora_request)
         if not isinstance(params, SamplingParams | None):
             raise TypeError(f"params must be SamplingParams or None, got {type(params).__name__}")
         if arrival_time is not None and not isinstance(arrival_time, int | float | Real):

@@ -156,6 +156,7 @@ def _scheduler_maker(
         max_num_batched_tokens=layout.limits.max_num_batched_tokens,
         max_model_len=layout.limits.max_model_len,
         graph_sizes=layout.graph_sizes,
+        cascade_tokens=layout.cascade_tokens,
         vocab_size=spec.vocab_size,
         # A tokenizer may know ids that the model has no row for.
         eos_token_ids=[token_id for token_id in eos if token_id < spec.vocab_size],

@@ -45,7 +45,7 @@ def log_exponential(key0: Tensor, key1: Tensor, token_ids: Tensor) -> Tensor:
 
     Small E win draws, so v is exact to float32's relative precision near 0 and coarse near 1. The upper limit keeps E
     finite where the conversion to float32 rounds v to 1: even then a token that may be drawn scores above one that
-    may not. Kernels may differ by rounding in the logarithms, not in v.
+    may not. Kernels may differ by rounding, not in v; some compare exp(score) = exp(logit / temperature) / E.
     """
     bits = noise_bits(key0, key1, token_ids)
     v = bits.view(torch.uint32).float().mul_(2.0**-32).add_(2.0**-33).clamp_max_(1 - 2.0**-24)

@@ -23,9 +23,9 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     """For each of `token_ids`: id -> `Logprob` of that token first, then of the most probable ones."""
     finish_reason: str | None = None
-    """`stop` or `length`; None while running."""
+    """`stop`, `length`, `abort` or `error`; None while running."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for end of sequence."""
+    """The stop string, regular expression or token id that ended it; None for end of sequence."""
 
     def finished(self) -> bool:
         """Whether the sequence has ended."""
@@ -75,6 +75,8 @@ class RequestOutput:
     """When things happened."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache saved."""
+    error: _core.ParameterError | None = None
+    """Why the request failed, if it did. `LLM` raises it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,6 +148,7 @@ def request_output(output: _core.Output, token_text: TokenText | None) -> Reques
             num_preemptions=output.num_preemptions,
         ),
         num_cached_tokens=output.num_cached_tokens,
+        error=output.error,
     )
 
 

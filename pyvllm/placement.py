@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -29,6 +30,9 @@ from pyvllm.weights import load_weights
 
 logger = logging.getLogger("pyvllm")
 
+# With fewer keys saved, tens of MB a layer in models with 8 KV heads, a further kernel in each layer costs as much.
+_CASCADE_TOKENS: Final = 8192
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -40,6 +44,8 @@ class Layout:
     """Tokens."""
     graph_sizes: list[int]
     """Sequences that decode steps are padded to; empty: no graphs."""
+    cascade_tokens: int
+    """Fewest keys that cascades of a step must save reading; 0: there are no cascades."""
 
 
 def load_runner(
@@ -73,6 +79,7 @@ def load_runner(
         kernels,
         max_num_seqs=layout.limits.max_num_seqs,
         staging_words=staging_words(layout.limits, block_size=layout.block_size),
+        logprobs_mode=args.logprobs_mode,
     )
     return runner, layout
 
@@ -96,7 +103,7 @@ def _place_on_cpu(
         max_model_len=limits.max_model_len,
         available_bytes=available,
     )
-    layout = _layout(args, limits, block_size, bytes_of_block, num_bytes, source, [])
+    layout = _layout(args, limits, block_size, bytes_of_block, num_bytes, source, [], kernels)
     needed = _weight_bytes(spec, dtype)
     if needed > available:
         raise ValueError(
@@ -131,7 +138,7 @@ def _place_on_gpu(
     logger.info("memory of %s\n%s", device, use.table())
     num_bytes, source = gpu_pool_bytes(args, use, device)
     bytes_of_block = block_bytes(spec, block_size=block_size, dtype=dtype)
-    return decoder, _layout(args, limits, block_size, bytes_of_block, num_bytes, source, sizes)
+    return decoder, _layout(args, limits, block_size, bytes_of_block, num_bytes, source, sizes, kernels)
 
 
 def _limits(args: EngineArgs, spec: ModelSpec, device: torch.device) -> tuple[StepLimits, int]:
@@ -149,11 +156,13 @@ def _layout(
     pool_bytes: int,
     source: str,
     sizes: list[int],
+    kernels: AnyKernels,
 ) -> Layout:
     pool = pool_sizes(args, pool_bytes, source=source, block_size=block_size, block_bytes=bytes_of_block)
     max_model_len = limit_to_pool(args, limits.max_model_len, num_blocks=pool.num_gpu_blocks, block_size=block_size)
     limits = replace(limits, max_model_len=max_model_len)
-    return Layout(limits=limits, pool=pool, block_size=block_size, graph_sizes=sizes)
+    cascade_tokens = _CASCADE_TOKENS if kernels.cascades and not args.disable_cascade_attn else 0
+    return Layout(limits=limits, pool=pool, block_size=block_size, graph_sizes=sizes, cascade_tokens=cascade_tokens)
 
 
 def _weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

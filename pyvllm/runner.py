@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyvllm import _core
+from pyvllm.config import LogprobsMode
 from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels import AnyKernels
 from pyvllm.kv_cache import KVCache
+from pyvllm.logits_processors import ProcessedRow, process_rows
 from pyvllm.models import Decoder
 from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
 from pyvllm.staging import Staging
@@ -44,6 +47,8 @@ class Launched:
     """Of the sampled tokens, if a row wants log-probabilities."""
     prompt: LogprobRows | None
     """Of the prompt tokens that the step asks for."""
+    failures: dict[str, Exception]
+    """What the `logits_processors` of requests raised, by request id."""
     finished: torch.Event | None
     """None: the step has run."""
 
@@ -68,6 +73,7 @@ class Runner:
         *,
         max_num_seqs: int,
         staging_words: int = 0,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`decoder`: with its weights loaded. `max_num_seqs`: most rows of a step.
 
@@ -76,6 +82,7 @@ class Runner:
         self._decoder = decoder
         self._kv_cache = kv_cache
         self._kernels = kernels
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._device = kv_cache.pool.device
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int32, device=self._device)
         """[rows of the step before, and more] int32: what negative ids stand for."""
@@ -84,41 +91,58 @@ class Runner:
         self._graphs: Graphs[Tensor] | None = None if is_cpu else Graphs(self._device)
 
     @torch.inference_mode()
-    def launch(self, buffer: NDArray[np.int32]) -> Launched:
-        """Start the step that a plan's buffer describes. The buffer must not change before the step has run."""
+    def launch(self, buffer: NDArray[np.int32], processed_rows: Sequence[ProcessedRow] = ()) -> Launched:
+        """Start the step that a plan's buffer describes. The buffer must not change before the step has run.
+
+        `processed_rows`: rows whose logits the host changes first, for which this waits.
+        """
         words = torch.from_numpy(buffer) if self._staging is None else self._staging.put(buffer)
         step = StepView(words, buffer[:HEADER_LEN].tolist())
         self._kv_cache.apply(step, self._kernels)
         sampled, prompt = None, None
-        if step.graph_size and self._staging is not None and self._staging.fits(buffer):
+        failures: dict[str, Exception] = {}
+        if not processed_rows and step.graph_size and self._staging is not None and self._staging.fits(buffer):
             sampled = self._run_graph(step)
         elif step.num_tokens:
             hidden = self._forward(step, torch.cat([step.row_token, step.prompt_rows[:, 0]]))
             num_rows = len(step.row_token)
             if num_rows:
-                sampled = self._sample(hidden[:num_rows], step)
+                sampled, failures = self._sample(hidden[:num_rows], step, processed_rows)
             if step.has("prompt_rows"):
                 prompt = self._prompt_logprobs(hidden[num_rows:], step, buffer)
-        return self._launched(step, sampled, prompt)
+        return self._launched(step, sampled, prompt, failures)
 
     def _forward(self, step: StepView, rows: Tensor | None = None) -> Tensor:
         return self._decoder.forward(step, self._previous, self._kv_cache.layers, self._kernels, rows)
 
-    def _sample(self, hidden: Tensor, step: StepView) -> Sampled:
-        """Tokens of the rows `hidden` [R, d], which the next step's negative ids stand for."""
+    def _sample(
+        self, hidden: Tensor, step: StepView, processed_rows: Sequence[ProcessedRow] = ()
+    ) -> tuple[Sampled, dict[str, Exception]]:
+        """Tokens of the rows `hidden` [R, d], which the next step's negative ids stand for; failures of processors."""
         logits = self._decoder.logits(hidden, self._kernels)
-        sampled = sample(logits, step, self._previous, kernels=self._kernels, vocab_size=self._decoder.spec.vocab_size)
+        vocab_size = self._decoder.spec.vocab_size
+        replaced, failures = process_rows(logits, processed_rows, vocab_size) if processed_rows else (None, {})
+        sampled = sample(
+            logits,
+            step,
+            self._previous,
+            kernels=self._kernels,
+            vocab_size=vocab_size,
+            replaced=replaced,
+            logprobs_mode=self._logprobs_mode,
+        )
         self._previous[: len(hidden)].copy_(sampled.token_ids[:, 0])
-        return sampled
+        return sampled, failures
 
     def _run_graph(self, step: StepView) -> Sampled:
         """A padded step: row i is that of token i. Sampling is part of the graph unless it needs special sections."""
         assert self._graphs is not None
+        work = self._kernels.graph_kind(step)
         if step.max_logprobs >= 0 or Flags.BEAM in step.flags or step.has(*_SAMPLER_SECTIONS):
-            hidden = self._graphs.run((step.graph_size, None), lambda: self._forward(step))
-            return self._sample(hidden, step)
-        kind = (step.graph_size, int(step.flags))
-        token_ids = self._graphs.run(kind, lambda: self._sample(self._forward(step), step).token_ids)
+            hidden = self._graphs.run((step.graph_size, None, work), lambda: self._forward(step))
+            return self._sample(hidden, step)[0]
+        kind = (step.graph_size, int(step.flags), work)
+        token_ids = self._graphs.run(kind, lambda: self._sample(self._forward(step), step)[0].token_ids)
         return Sampled(token_ids=token_ids, logprobs=torch.zeros(token_ids.shape), table=None)  # nobody wants any
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepView, buffer: NDArray[np.int32]) -> LogprobRows:
@@ -132,14 +156,24 @@ class Runner:
         ):
             logits = self._decoder.logits(some, self._kernels)
             vocab_size = self._decoder.spec.vocab_size
-            chunks.append(prompt_logprobs(logits, its_targets, max_top, kernels=self._kernels, vocab_size=vocab_size))
+            table = prompt_logprobs(
+                logits,
+                its_targets,
+                max_top,
+                kernels=self._kernels,
+                vocab_size=vocab_size,
+                logprobs_mode=self._logprobs_mode,
+            )
+            chunks.append(table)
         return LogprobRows(
             token_ids=torch.cat([chunk.token_ids for chunk in chunks]),
             logprobs=torch.cat([chunk.logprobs for chunk in chunks]),
             ranks=torch.cat([chunk.ranks for chunk in chunks]),
         )
 
-    def _launched(self, step: StepView, sampled: Sampled | None, prompt: LogprobRows | None) -> Launched:
+    def _launched(
+        self, step: StepView, sampled: Sampled | None, prompt: LogprobRows | None, failures: dict[str, Exception]
+    ) -> Launched:
         """Start copying the results to the host."""
         if sampled is None:
             nothing = torch.empty(0, step.num_candidates)
@@ -150,6 +184,7 @@ class Runner:
             logprobs=_to_host(sampled.logprobs[: step.num_rows]),
             table=sampled.table and _rows_to_host(sampled.table, step.num_rows),
             prompt=prompt and _rows_to_host(prompt, len(prompt.ranks)),
+            failures=failures,
             finished=None if self._device.type == "cpu" else torch.Event(self._device),
         )
         if launched.finished is not None:

@@ -3,23 +3,26 @@
 What each row wants travels in the plan (`rust_core/src/plan.rs`). Transforms run in float32 in this order: logit bias;
 repetition, frequency and presence penalty; banned and allowed tokens; greedy rows pick here; temperature; min_p; top_k;
 top_p; draw. (Masks commute with what is before them here, so this equals masking first.) Log-probabilities are those
-of the untouched logits.
+of the untouched logits, unless `LogprobsMode` says otherwise.
 
 What comes before the pick touches the few logits that the plan lists; what reads whole rows is the kernels' work.
 Nothing here waits for the device.
 
-Symbols: R rows of the step (padded), V real vocabulary, P rows with penalties, L top log-probabilities.
+Symbols: R rows of the step (padded), V real vocabulary, L top log-probabilities.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyvllm.config import LogprobsMode
 from pyvllm.kernels import AnyKernels, LogprobRows
+from pyvllm.kernels.plain_sampling import owners
+from pyvllm.processed_logits import processed_logits
 from pyvllm.step import Flags, RowParam, StepView
 
 __all__ = ["LogprobRows", "Sampled", "prompt_logprobs", "sample"]
@@ -50,40 +53,61 @@ def sample(
     *,
     kernels: AnyKernels,
     vocab_size: int,
+    replaced: Tensor | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> Sampled:
     """Pick each row's token, or a beam row's candidates.
 
     `logits` [R, >= V], any float type, not changed; columns from `vocab_size` = V on are padding and never sampled nor
     counted. `previous_tokens` [R of the previous step] int32: what the plan's negative ids stand for; None if it has
-    none. Rows beyond `step.num_rows` hold tokens without meaning.
+    none. `replaced` [R, V]: logits to sample from in place of the model's own. Rows beyond `step.num_rows` hold tokens
+    without meaning.
 
     Greedy rows take the lowest id among equal logits. Beam rows (`NUM_CANDIDATES` > 1) rank log-softmax of the logits
     after bias, penalties and masks, not normalised again, as transformers does. If every allowed token of a row is
     banned too, it samples among them. If no token has a finite logit, the row gives id 0.
     """
-    values = _transform(logits, step, previous_tokens, kernels, vocab_size)
+    values = _transform(logits if replaced is None else replaced, step, previous_tokens, kernels, vocab_size)
     tokens = kernels.pick(values, step.row_params, step.flags, vocab_size)
     token_ids = pad(tokens[:, None], (0, step.num_candidates - 1))
     logprobs = torch.zeros(token_ids.shape, device=logits.device)
     table = None
     if step.max_logprobs >= 0:
         wanted = step.row_params[:, RowParam.NUM_LOGPROBS] >= 0
-        table = kernels.logprobs(logits, tokens, wanted, min(step.max_logprobs, vocab_size), vocab_size)
+        shown = logits
+        if logprobs_mode.startswith("processed"):
+            shown = processed_logits(values, step.row_params, step.flags, vocab_size)
+        table = kernels.logprobs(shown, tokens, wanted, min(step.max_logprobs, vocab_size), vocab_size)
         logprobs[:, 0] = table.logprobs[:, 0]
+        if logprobs_mode.endswith("logits"):
+            table = _with_logits(table, shown, wanted)
     if Flags.BEAM in step.flags:
         token_ids, logprobs = _with_candidates(values, token_ids, logprobs, step, kernels, vocab_size)
     return Sampled(token_ids=token_ids, logprobs=logprobs, table=table)
 
 
+def _with_logits(table: LogprobRows, logits: Tensor, wanted: Tensor) -> LogprobRows:
+    """The table with logits in place of log-probabilities."""
+    values = logits.gather(1, table.token_ids.long()).float()
+    return replace(table, logprobs=torch.where(wanted[:, None], values, 0))
+
+
 def prompt_logprobs(
-    logits: Tensor, targets: Tensor, max_top: int, *, kernels: AnyKernels, vocab_size: int
+    logits: Tensor,
+    targets: Tensor,
+    max_top: int,
+    *,
+    kernels: AnyKernels,
+    vocab_size: int,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
 ) -> LogprobRows:
     """Log-probabilities of prompt tokens given the text before them.
 
     `logits` [Q, >= V], any float type; `targets` [Q] int32: the token that came next; `max_top`: L, cut to V.
     """
     wanted = torch.ones(len(targets), dtype=torch.bool, device=logits.device)
-    return kernels.logprobs(logits, targets, wanted, min(max_top, vocab_size), vocab_size)
+    table = kernels.logprobs(logits, targets, wanted, min(max_top, vocab_size), vocab_size)
+    return _with_logits(table, logits, wanted) if logprobs_mode.endswith("logits") else table
 
 
 # --- transforms of logits ---------------------------------------------------------------------------------------------
@@ -103,47 +127,16 @@ def _transform(
         row, token_id, bias_bits = step.bias.unbind(1)
         values.index_put_((row, token_id), bias_bits.contiguous().view(torch.float32), accumulate=True)
     if step.penalty_rows.numel():
-        _penalise(values, step, previous_tokens)
+        kernels.penalise_(values, step, previous_tokens)
     if step.banned.numel():
         row, token_id = step.banned.unbind(1)
         values.index_put_((row, token_id), values.new_full((), _BANNED))  # a number would wait for the device
     if step.allowed_rows.numel():
-        owner = _owners(step.allowed_offsets, step.allowed_ids)
+        owner = owners(step.allowed_offsets, step.allowed_ids)
         kept = values.new_full((len(step.allowed_rows), values.shape[1]), _NEVER)
         kept[owner, step.allowed_ids] = values[step.allowed_rows[owner], step.allowed_ids]
         values[step.allowed_rows] = kept
     return values
-
-
-def _penalise(values: Tensor, step: StepView, previous_tokens: Tensor | None) -> None:
-    """Apply the penalties in place. The work is proportional to the tokens listed, but for zeroing counts [P, V]."""
-    ids, times = step.penalty_tokens.long().unbind(1)
-    if previous_tokens is not None and previous_tokens.numel():
-        ids = torch.where(ids < 0, previous_tokens[(-1 - ids).clamp_min(0)], ids)
-    owner = _owners(step.penalty_offsets, ids)
-    # A token may be listed more than once: its counts add up, and equal values are then written for each.
-    counts = values.new_zeros((len(step.penalty_rows), values.shape[1]))
-    counts.index_put_((owner, ids), times.float(), accumulate=True)
-    count = counts[owner, ids]
-    row = step.penalty_rows[owner]
-    params = step.row_params[row]
-    logit = values[row, ids]
-    repetition = _floats(params, RowParam.REPETITION_PENALTY)
-    logit = torch.where(logit > 0, logit / repetition, logit * repetition)
-    logit -= _floats(params, RowParam.FREQUENCY_PENALTY) * count
-    logit -= _floats(params, RowParam.PRESENCE_PENALTY) * (count > 0)
-    values[row, ids] = logit
-
-
-def _owners(offsets: Tensor, entries: Tensor) -> Tensor:
-    """For each entry of a CSR list with `offsets` [P + 1], which of the P lists it belongs to."""
-    lists = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(lists, offsets.diff(), output_size=len(entries))
-
-
-def _floats(params: Tensor, field: RowParam) -> Tensor:
-    """A float field of `row_params` rows [N, fields]: [N] float32."""
-    return params.view(torch.float32)[:, field]
 
 
 # --- beams ------------------------------------------------------------------------------------------------------------

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from pyvllm import _core
 from pyvllm._core import ParameterError
 
 __all__ = ["BeamSearchParams", "ParameterError", "RequestOutputKind", "SamplingParams"]
+
+LogitsProcessor: TypeAlias = Callable[..., Any]
+"""See `SamplingParams.logits_processors`."""
 
 MAX_N: Final = 16_384
 """Most sequences one request may have."""
@@ -114,11 +117,23 @@ class SamplingParams:
     stop_token_ids: list[int] | None = None
     """Token ids that end a sequence."""
 
+    stop_regex: str | list[str] | None = None
+    """Regular expressions (Rust's syntax, without look-ahead) whose first match ends the text, up to 1024 bytes long;
+    the text is cut before it. Of several matches the one that ends first counts."""
+
+    bad_words: list[str] | None = None
+    """Words that are not generated, neither as they are nor with a space before them: the last of a word's tokens is
+    banned after the others. A word of several tokens makes its sequence wait for the host after each token."""
+
     include_stop_str_in_output: bool = False
     """Leave the stop string, or the text of the stop token, at the end of the text."""
 
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
+
+    truncate_prompt_tokens: int | None = None
+    """Use only so many tokens of the prompt, its last ones. -1: as many as leave room for output in the model's
+    length; None: all, and what is too long is refused."""
 
     max_tokens: int | None = 16
     """Most tokens to generate for a sequence, at least 1. None: up to the model's length."""
@@ -128,7 +143,7 @@ class SamplingParams:
 
     logprobs: int | None = None
     """Most probable tokens whose log-probabilities come with each generated token, whose own is always there. 0: only
-    its own; -1: the whole vocabulary; None: none. Taken from the raw logits."""
+    its own; -1: the whole vocabulary; None: none. `EngineArgs.logprobs_mode` says what they are taken from."""
 
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first."""
@@ -147,6 +162,12 @@ class SamplingParams:
 
     allowed_token_ids: list[int] | None = None
     """The only ids that may be generated. None: all."""
+
+    logits_processors: list[LogitsProcessor] | None = None
+    """Functions that change the logits [vocabulary] float32 of each token, one after the other, before anything else
+    does: `f(token_ids, logits) -> logits` with the ids generated so far, or `f(prompt_token_ids, token_ids, logits)`.
+    They run on the host: the request waits for each token, and its logits leave the device. Only in the program's own
+    process: `LLM` and `LLMEngine`."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What outputs hold, for `LLM.stream` and `LLMEngine`; `LLM.generate` returns only the end."""
@@ -171,11 +192,24 @@ class SamplingParams:
         self.stop_token_ids = [] if self.stop_token_ids is None else id_list("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = id_list("allowed_token_ids", self.allowed_token_ids)
+        for name in ("stop_regex", "bad_words"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                setattr(self, name, [] if value is None else [value])
+        self._check_processors()
         _core.validate_params(self)
 
+    def _check_processors(self) -> None:
+        functions = self.logits_processors
+        if functions is None:
+            return
+        if not isinstance(functions, list | tuple) or not all(callable(function) for function in functions):
+            raise parameter_error("logits_processors", "None or a list of functions", functions)
+
     def clone(self) -> Self:
-        """A copy that shares nothing mutable with this one."""
-        return copy.deepcopy(self)
+        """A copy that shares nothing mutable with this one but the functions of `logits_processors`."""
+        functions = self.logits_processors or []
+        return copy.deepcopy(self, {id(function): function for function in functions})
 
 
 @dataclass(kw_only=True)
@@ -215,6 +249,9 @@ class BeamSearchParams:
     stop: str | list[str] | None = None
     """Strings that end a beam."""
 
+    stop_regex: str | list[str] | None = None
+    """Regular expressions that end a beam, see `SamplingParams.stop_regex`."""
+
     stop_token_ids: list[int] | None = None
     """Token ids that end a beam."""
 
@@ -252,6 +289,7 @@ class BeamSearchParams:
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             stop=self.stop,
+            stop_regex=self.stop_regex,
             stop_token_ids=self.stop_token_ids,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,

@@ -15,7 +15,7 @@ from pyvllm.step import HEADER_LEN, RowParam
 
 _NUM_HOST_BUFFERS: Final = 3
 """The engine has at most two steps outstanding; with a third buffer it never waits for one."""
-_PER_TOKEN, _PER_SEQUENCE, _PER_ROW = 3, 3, 1 + len(RowParam)
+_PER_TOKEN, _PER_SEQUENCE, _PER_ROW = 3, 6, 1 + len(RowParam)
 _EXTRA_WORDS: Final = 1 << 16
 """Room for what few rows need: penalties, masks, biases, moves of blocks, gaps between sections."""
 

@@ -65,7 +65,8 @@ SECTIONS = {
     "token_ids": 1, "positions": 1, "slot_mapping": 1, "query_start_loc": 1, "seq_lens": 1, "row_token": 1,
     "row_params": len(RowParam), "block_table_offsets": 1, "cascade_seqs": 1, "cascade_offsets": 1, "cascade_blocks": 1,
     "block_table_ids": 1, "swap_out": 2, "swap_in": 2, "copies": 2, "penalty_rows": 1, "penalty_offsets": 1,
-    "penalty_tokens": 2, "bias": 3, "allowed_rows": 1, "allowed_offsets": 1, "allowed_ids": 1, "banned": 2, "prompt_rows": 3,
+    "penalty_tokens": 2, "bias": 3, "allowed_rows": 1, "allowed_offsets": 1, "allowed_ids": 1, "banned": 2,
+    "prompt_rows": 3,
 }  # fmt: skip
 """Section name -> words in a row of it (1: a vector), in buffer order."""
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from pyvllm.checkpoint import StoredTensor, Tensors, WeightError, has_weights, open_gguf, open_safetensors, open_torch
 from pyvllm.config import LoadFormat
 from pyvllm.hub import ModelFiles
+from pyvllm.mxfp4 import expand_mxfp4
 
 __all__ = ["WeightError", "load_weights"]
 
@@ -56,7 +57,7 @@ def load_weights(
     if load_format == "dummy":
         _fill_dummy(slots, std=source.config.get("initializer_range") or 0.02)
         return
-    tensors = _open(source, load_format)
+    tensors = expand_mxfp4(_open(source, load_format))
     plan = _inspect(spec, slots, tensors, str(source.path))
     with torch.no_grad():
         for name in tqdm(plan.names, desc="Loading weights", unit="tensor", disable=not progress):

@@ -1,7 +1,8 @@
-"""What the tests of `AsyncLLM` share: requests, and waiting until an engine is idle."""
+"""What the tests of `AsyncLLM` share: requests, and waiting until an engine is idle or gone."""
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 from pyvllm import AsyncLLM, RequestOutput, SamplingParams
@@ -44,3 +45,18 @@ async def wait_until_idle(llm: AsyncLLM, timeout_s: float = 10.0) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"still held after {timeout_s} s: {held}, {stats.num_free_gpu_blocks} blocks free")
+
+
+def is_gone(pid: int, timeout_s: float) -> bool:
+    """Whether a process ends within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)

@@ -31,6 +31,12 @@ UNSPLIT = AttentionConfig(decode=DecodeConfig(min_tiles=1 << 20, max_tile=16), p
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
+
+def tolerance_of(dtype: torch.dtype, max_seq_len: int) -> float:
+    """Sums over thousands of keys in another order differ by more in float32; other types round more than that."""
+    return 3e-5 if dtype == torch.float32 and max_seq_len > 1000 else TOLERANCES[dtype]
+
+
 MIXED = [(0, 1), (36, 1), (7, 1), (70, 1), (0, 5), (16, 16), (3, 30), (0, 2)]
 """Of each sequence (tokens that have KV, query tokens)."""
 
@@ -211,5 +217,6 @@ def compare_step(
         output = paged_attention(query, kv_layer, plan)
         assert plan.decode is None or not plan.decode.counters.any(), "the next layer counts from 0"
         expected = reference.paged_attention(query, kv_layer, reference_plan)
-        torch.testing.assert_close(output, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+        tolerance = tolerance_of(dtype, step.max_seq_len)
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     return plan

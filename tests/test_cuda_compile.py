@@ -21,25 +21,25 @@ pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"kernels cannot be
 
 # N, K of some matrices of Llama-3-8B and Qwen3-0.6B.
 SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (6144, 1024)]
+# M, N, K, dtype, macro NORM, gated: each size of tiles, numbers of rows and flag.
+LAYERS = [
+    *((m, 6144, 4096, torch.bfloat16, norm, gated) for m in (1, 16) for norm in (0, 1) for gated in (False, True)),
+    (1, 4096, 14336, torch.bfloat16, 0, False),
+    (16, 1024, 2048, torch.float16, 2, False),
+]
 
 
 def _gemv_variants() -> list[Variant]:
-    """In bfloat16 all that these shapes need, and the rest for one of them."""
-    shapes = [(m, n, k, torch.bfloat16, norm) for n, k in SHAPES for m in (1, 16) for norm in (0, 1)]
-    shapes += [(m, 6144, 4096, torch.float16, norm) for m in (1, 16) for norm in (0, 2)]
-    variants = {
+    return [
         plan_launch(m, n, k, dtype, norm=norm, gated=gated, multiprocessors=132).variant
-        for m, n, k, dtype, norm in shapes
-        for gated in (False, True)
-        if supports(m, n, k, dtype)
-    }
-    return sorted(variants, key=repr)
+        for m, n, k, dtype, norm, gated in LAYERS
+    ]
 
 
 def _decode_variants() -> list[Variant]:
     variants = []
-    for head_dim in (64, 128, 192, 256):
-        for group, block_size, flags in ((2, 16, False), (8, 64, False), (4, 32, True)):
+    for head_dim in (64, 128, 256):
+        for group, block_size, flags in ((8, 64, False), (4, 32, True)):
             attention = Attention(
                 num_heads=group,
                 num_kv_heads=1,

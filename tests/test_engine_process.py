@@ -1,12 +1,9 @@
-"""The engine's own process: killed, stopped, stuck, failing; and what becomes of it when its parent goes."""
+"""The engine's own process: killed, stopped, stuck, failing."""
 
 import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 from pyvllm import LLM, AsyncLLM, EngineArgs, EngineDeadError, EngineGenerateError, SamplingParams
-from tests.async_requests import ENDLESS, GREEDY, OPTIONS, collect, wait_until_idle
+from tests.async_requests import ENDLESS, GREEDY, OPTIONS, collect, is_gone, wait_until_idle
 
 Start = Callable[..., AsyncLLM]
 
@@ -34,21 +31,6 @@ def start(tiny_llama: Path) -> Iterator[Start]:
     for llm in started:
         llm.shutdown()
         assert is_gone(llm.pid, 0)
-
-
-def is_gone(pid: int, timeout_s: float) -> bool:
-    """Whether a process ends within `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)
 
 
 async def open_streams(llm: AsyncLLM, count: int) -> list[asyncio.Task[Any]]:
@@ -116,6 +98,7 @@ def test_a_loop_that_is_held_up_takes_nobody_for_dead(start: Start) -> None:
         llm = start(heartbeat_timeout_s=1.5)
         (task,) = await open_streams(llm, 1)
         time.sleep(3)  # what a careless program does
+        llm._client._watch()  # Some loops (uvloop) call what is due before what has come is read.
         await asyncio.sleep(0.1)
         await llm.check_health()
         task.cancel()
@@ -138,6 +121,10 @@ def faulty(self, buffer):
         if name == "once":
             path.unlink()
             raise RuntimeError("planted")
+        if name == "slowly":
+            path.unlink()
+            time.sleep(1)
+            raise RuntimeError("planted")
         if name == "always":
             raise RuntimeError("planted")
         if name == "exit":
@@ -152,7 +139,7 @@ runner.Runner.launch = faulty
 
 @pytest.fixture
 def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which a file named `once`, `always`, `exit` or `hang` makes the engine's next step do so."""
+    """A folder where a file named `once`, `slowly`, `always`, `exit` or `hang` makes the engine's next step do so."""
     modules, folder = tmp_path / "modules", tmp_path / "faults"
     modules.mkdir()
     folder.mkdir()
@@ -179,24 +166,17 @@ def test_a_failed_step_loses_its_requests_and_no_more(start: Start, faults: Path
     asyncio.run(scenario())
 
 
-def test_requests_that_come_as_a_step_fails_are_not_lost(start: Start, faults: Path) -> None:
+def test_requests_that_come_while_a_step_fails_are_not_lost(start: Start, faults: Path) -> None:
     async def scenario() -> None:
         llm = start()
         expected = (await collect(llm, "x", GREEDY))[-1].outputs
-        for _ in range(5):
-            (faults / "once").touch()
-            results: list[Any] = []
-            for _ in range(10):
-                results.append(asyncio.create_task(collect(llm, "x", GREEDY)))
-                await asyncio.sleep(0.003)
-            found = await asyncio.wait_for(asyncio.gather(*results, return_exceptions=True), 20)
-            failed = [isinstance(outputs, EngineGenerateError) for outputs in found]
-            assert any(failed)
-            assert not failed[-1]
-            for outputs in found:
-                if not isinstance(outputs, EngineGenerateError):
-                    assert not isinstance(outputs, BaseException)
-                    assert outputs[-1].outputs == expected
+        (faults / "slowly").touch()
+        early = [asyncio.create_task(collect(llm, "x", GREEDY)) for _ in range(3)]
+        await asyncio.sleep(0.3)  # The engine is in the step that fails.
+        late = [asyncio.create_task(collect(llm, "x", GREEDY)) for _ in range(3)]
+        await asyncio.wait(early + late, timeout=10)
+        assert [type(task.exception()) for task in early] == [EngineGenerateError] * 3
+        assert [(await task)[-1].outputs for task in late] == [expected] * 3
 
     asyncio.run(scenario())
 
@@ -258,134 +238,6 @@ def test_r006_loading_errors_arrive_as_they_are(tiny_llama: Path, tmp_path: Path
     same_error({"model": model, "hf_overrides": {"architectures": ["UnknownForCausalLM"]}}, ValueError)
 
 
-PARENT = """
-import asyncio, os, sys, threading
-from pyvllm import AsyncLLM, EngineArgs, SamplingParams
-from tests.async_requests import ENDLESS, OPTIONS
-
-def make():
-    global llm
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], **OPTIONS))
-
-async def stream():
-    while True:
-        async for _ in llm.generate("endless", ENDLESS):
-            if not told:
-                told.append(1)
-                print(llm.pid, flush=True)
-
-told = []
-"""
-
-
-def parent(tiny_llama: Path, code: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
-    """A program with an engine that streams, and the engine's process. It prints that as its first line."""
-    text = PARENT + textwrap.dedent(code)
-    process = subprocess.Popen(
-        [sys.executable, "-c", text, str(tiny_llama)], stdout=subprocess.PIPE, text=True, **options
-    )
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
-
-
-IN_A_THREAD = "t = threading.Thread(target=make); t.start(); t.join()"
-KILLED = {
-    "main-thread": "make(); asyncio.run(stream())",
-    # The thread that made it ends at once, the engine does not.
-    "other-thread": f"{IN_A_THREAD}; asyncio.run(stream())",
-    # A process forked from the program keeps the program's end of the connection open.
-    "forked": f"""
-    {IN_A_THREAD}
-    if os.fork() == 0:
-        os.close(1)
-        threading.Event().wait(20)
-        os._exit(0)
-    asyncio.run(stream())
-    """,
-}
-
-
-@pytest.mark.parametrize("code", KILLED.values(), ids=KILLED)
-def test_no_orphan_when_the_parent_is_killed(tiny_llama: Path, code: str) -> None:
-    process, pid = parent(tiny_llama, code)
-    assert not is_gone(pid, 0.5)
-    process.kill()
-    process.wait()
-    assert is_gone(pid, 5)
-
-
-def test_no_orphan_while_loading(tiny_llama: Path) -> None:
-    code = """
-    import pyvllm.engine_spawn as spawn
-    process = spawn.EngineProcess()
-    print(process.pid, flush=True)
-    threading.Event().wait(60)
-    """
-    process, pid = parent(tiny_llama, code)
-    process.kill()
-    process.wait()
-    assert is_gone(pid, 5)
-
-
-@pytest.mark.parametrize("how", ["raise SystemExit(3)", "del llm"])
-def test_no_orphan_when_the_program_ends(tiny_llama: Path, how: str) -> None:
-    code = f"""
-    make()
-    async def some():
-        async for _ in llm.generate("endless", ENDLESS):
-            print(llm.pid, flush=True)
-            break
-    asyncio.run(some())
-    {how}
-    """
-    process, pid = parent(tiny_llama, code)
-    assert process.wait(20) == (3 if "3" in how else 0)
-    assert is_gone(pid, 0.5)
-
-
-def test_a_forked_process_does_not_end_the_engine_of_its_parent(tiny_llama: Path) -> None:
-    code = """
-    make()
-    async def some():
-        async for _ in llm.generate("endless", ENDLESS):
-            pass
-    if (child := os.fork()) == 0:
-        llm.shutdown()
-        sys.exit(0)
-    os.waitpid(child, 0)
-    print(llm.pid, flush=True)
-    asyncio.run(some())
-    print("alive", flush=True)
-    """
-    process, _ = parent(tiny_llama, code)
-    assert process.communicate(timeout=30)[0] == "alive\n"
-    assert process.returncode == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_engine_only_through_its_parent(tiny_llama: Path, number: signal.Signals) -> None:
-    code = """
-    import signal
-    make()
-    async def main():
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        task = asyncio.create_task(stream())
-        await stop.wait()
-        count = 0
-        async for output in llm.generate("endless", SamplingParams(max_tokens=50, ignore_eos=True)):
-            count += 1
-        print("drained", len(output.outputs[0].token_ids), flush=True)
-    asyncio.run(main())
-    """
-    process, pid = parent(tiny_llama, code, start_new_session=True)
-    os.kill(pid, number)
-    os.killpg(process.pid, number)
-    assert process.communicate(timeout=20)[0] == "drained 50\n"
-    assert is_gone(pid, 1)
-
-
 def test_arguments_stay_out_of_sight(start: Start) -> None:
     """Keys of hubs and the like are in neither the command line nor the environment."""
     llm = start()
@@ -397,8 +249,11 @@ def test_arguments_stay_out_of_sight(start: Start) -> None:
     assert json.dumps(llm.info.model).encode() not in environment
 
 
-def test_idle_engine_does_not_poll(start: Start) -> None:
+def test_a_new_engine_has_done_nothing_yet_and_does_not_poll(start: Start) -> None:
     llm = start()
+    stats = llm.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.prefix_queries) == (0, 0, 0)
+    assert stats.num_free_gpu_blocks == stats.num_gpu_blocks == OPTIONS["num_gpu_blocks_override"]
     asyncio.run(collect(llm, "x", SamplingParams(max_tokens=2)))
 
     def ticks() -> int:

@@ -16,6 +16,7 @@ from pyvllm.kernels.plain import norm, rotate_
 from pyvllm.kv_cache import KVCache
 from pyvllm.layers.rope import RopeSpec, inverse_frequencies, rope_tables
 from pyvllm.models import FAMILIES, Decoder, build_spec
+from pyvllm.models.stored import numbered
 from tests.plans import Entry, plan_buffer, view
 from tests.tiny_models import (
     CPU,
@@ -259,9 +260,15 @@ def test_what_is_wrong_in_a_config_is_named(fields: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize("architecture", [name for family in FAMILIES for name in family.architectures])
-def test_every_architecture_has_a_spec(architecture: str) -> None:
+def test_every_architecture_has_a_spec_that_names_all_parameters(architecture: str) -> None:
     config = plain_config(hidden_size=256)
-    assert build_spec(config | {"architectures": [architecture], "text_config": config}).architecture == architecture
+    spec = build_spec(config | {"architectures": [architecture], "text_config": config})
+    assert spec.architecture == architecture
+    stored = {slot for _, of in spec.names for slot in ((of,) if isinstance(of, str) else of.slots)}
+    decoder = Decoder(spec, max_model_len=8, dtype=torch.float32, device=torch.device("meta"))
+    for slot in decoder.slots():
+        pattern, _ = numbered(slot.removesuffix(".bias"))
+        assert pattern in stored
 
 
 def test_checkpoint_names() -> None:

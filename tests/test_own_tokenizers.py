@@ -198,8 +198,7 @@ def test_chatglm(tmp_path: Path) -> None:
 
 def test_qwen1(tmp_path: Path) -> None:
     ranks = byte_pairs()
-    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
-    (tmp_path / "qwen.tiktoken").write_bytes(b"\n".join(lines))
+    write_tiktoken(tmp_path, ranks)
     folder(tmp_path, tokenizer_config={"tokenizer_class": "QWenTokenizer"})
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
     reference = tiktoken.Encoding(
@@ -223,6 +222,12 @@ def test_qwen1(tmp_path: Path) -> None:
     assert made.eos_token_id == len(ranks) + 2
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     assert chat(made, "Hi") == system + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def write_tiktoken(path: Path, ranks: Mapping[bytes, int]) -> None:
+    """The file of Qwen 1."""
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
+    (path / "qwen.tiktoken").write_bytes(b"\n".join(lines))
 
 
 def byte_pairs() -> dict[bytes, int]:

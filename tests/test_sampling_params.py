@@ -39,6 +39,11 @@ BAD: list[tuple[str, list[Any]]] = [
     ("min_p", [-0.1, 1.1, math.nan]),
     ("seed", [1.5, "1", 1 << 64]),
     ("stop", [[""], "", [1], 5, "\ud800"]),
+    ("stop_regex", [["("], "a*", [""], "a$", 5, [1], "(a{1000}){1000}", "\ud800"]),
+    ("bad_words", [[""], "", [1], 5, "\ud800"]),
+    ("truncate_prompt_tokens", [0, -2, 1.5, "7"]),
+    ("logits_processors", [5, "f", [1]]),
+    ("spaces_between_special_tokens", ["yes", 1]),
     ("stop_token_ids", [["a"], [1.5], 5, "", "1", b"1", {}, [True], [[1]]]),
     ("max_tokens", [0, -1, 1.5, "3"]),
     ("min_tokens", [-1, 17, 0.5]),
@@ -99,6 +104,7 @@ def test_what_vllm_refuses_but_is_sound_is_accepted(fields: dict[str, Any]) -> N
         ({"use_beam_search": True, "best_of": 4, "temperature": 0, "top_p": 0.5}, "top_p"),
         ({"use_beam_search": True, "best_of": 4, "temperature": 0, "top_k": 5}, "top_k"),
         ({"stop": ["x"], "detokenize": False}, "stop"),
+        ({"stop_regex": ["x"], "detokenize": False}, "stop_regex"),
         ({"best_of": 3, "n": 1, "output_kind": RequestOutputKind.DELTA}, "best_of"),
     ],
 )
@@ -130,8 +136,10 @@ def test_a_long_value_is_not_shown_whole() -> None:
     assert caught.value.value == "x" * 10**6
 
 
-def test_a_stop_string_becomes_a_list() -> None:
-    assert SamplingParams(stop="x").stop == ["x"]
+def test_a_string_becomes_a_list() -> None:
+    params = SamplingParams(stop="x", stop_regex="y", bad_words=cast(Any, "z"))
+    assert (params.stop, params.stop_regex, params.bad_words) == (["x"], ["y"], ["z"])
+    assert (SamplingParams().stop_regex, SamplingParams().bad_words) == ([], [])
 
 
 def test_a_clone_shares_nothing() -> None:
@@ -149,10 +157,13 @@ def test_unknown_parameters_are_refused() -> None:
 
 
 def test_beam_parameters_become_sampling_parameters() -> None:
-    beams = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=0.5, early_stopping="never", stop="x")
+    beams = BeamSearchParams(
+        beam_width=4, max_tokens=8, length_penalty=0.5, early_stopping="never", stop="x", stop_regex="y"
+    )
     params = beams.to_sampling_params()
     assert (params.use_beam_search, params.best_of, params.n, params.temperature) == (True, 4, 4, 0.0)
     assert (params.length_penalty, params.early_stopping, params.stop) == (0.5, "never", ["x"])
+    assert params.stop_regex == ["y"]
     assert BeamSearchParams(beam_width=4, max_tokens=8, num_return_sequences=2).to_sampling_params().n == 2
     assert not BeamSearchParams(beam_width=1, max_tokens=8).to_sampling_params().use_beam_search
 

@@ -1,17 +1,24 @@
-"""Decode attention that reads once what sequences share, against the reference; see `tests/test_triton_attention.py`."""
+"""Decode attention that reads once what sequences share, against the reference: see `test_triton_attention.py`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from pyvllm import placement
+from pyvllm.config import EngineArgs
 from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import cascade_kind, paged_attention, plan_attention
 from pyvllm.kernels.triton.attention_config import AttentionConfig, CascadeConfig, DecodeConfig
+from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.kernels.triton.work_list import MAX_SHARED_SLOTS
+from pyvllm.loading import find_model
+from pyvllm.models import build_spec
+from pyvllm.placement import Layout, load_runner
 from pyvllm.step import StepView
 from tests.attention_cases import DEVICE, SMALL, Cascade, cascade_buffer, compare_cascades, slopes, spec, view
 
@@ -22,8 +29,11 @@ GROUPS = [Cascade(shared=48, own=[1, 20, 5, 33, 1]), Cascade(shared=16, own=[7, 
 ALONE = [3, 50]
 
 
-@pytest.mark.parametrize("config", [SMALL, UNCUT], ids=["cut", "uncut"])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (3, 1), (7, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "config"),
+    [(2, 2, SMALL), (4, 2, UNCUT), (3, 1, SMALL), (7, 1, SMALL)],
+    ids=["MHA", "uncut", "groups of 3", "MQA"],
+)
 def test_groups_of_heads(num_heads: int, num_kv_heads: int, config: AttentionConfig) -> None:
     compare_cascades(spec(num_heads, num_kv_heads), GROUPS, ALONE, config=config)
 
@@ -40,24 +50,20 @@ def test_block_sizes(block_size: int) -> None:
 
 
 def test_half_precision() -> None:
-    compare_cascades(spec(4, 2), GROUPS, ALONE, dtype=torch.float16)
+    compare_cascades(spec(2, 1), GROUPS, ALONE, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(
     "feature",
-    [{"softcap": 1.5}, {"alibi_slopes": slopes(4)}, {"scale": 0.7}, {"softcap": 3.0, "alibi_slopes": slopes(4)}],
-    ids=["softcap", "alibi", "scale", "all"],
+    [{"softcap": 1.5}, {"alibi_slopes": slopes(2)}, {"scale": 4.0}, {"softcap": 3.0, "alibi_slopes": slopes(2)}],
+    ids=["softcap", "alibi", "scores far from zero", "all"],
 )
 def test_features(feature: dict) -> None:
-    compare_cascades(replace(spec(), **feature), GROUPS, ALONE)
+    compare_cascades(replace(spec(2, 1), **feature), GROUPS, ALONE)
 
 
 def test_head_sizes_that_are_no_powers_of_two() -> None:
     compare_cascades(spec(2, 1, 24), GROUPS[:1])
-
-
-def test_scores_far_from_zero() -> None:
-    compare_cascades(replace(spec(), scale=4.0), GROUPS)
 
 
 def test_sequences_are_cut_beside_what_they_share() -> None:
@@ -65,16 +71,16 @@ def test_sequences_are_cut_beside_what_they_share() -> None:
 
 
 def test_padding_and_prefills_beside_cascades() -> None:
-    compare_cascades(spec(), GROUPS, ALONE, pad_to=16)
-    compare_cascades(spec(), GROUPS, ALONE, prefills=[(16, 5), (0, 2)])
+    compare_cascades(spec(2, 1), GROUPS, ALONE, pad_to=16)
+    compare_cascades(spec(2, 1), GROUPS, ALONE, prefills=[(16, 5), (0, 2)])
 
 
 def test_layers_share_a_plan() -> None:
-    compare_cascades(spec(), GROUPS, ALONE, layers=2)
+    compare_cascades(spec(2, 1), GROUPS, ALONE, layers=2)
 
 
 def test_a_window_turns_cascades_off() -> None:
-    plan = compare_cascades(replace(spec(), window=20), GROUPS, ALONE)
+    plan = compare_cascades(replace(spec(2, 1), window=20), GROUPS[1:])
     assert plan.decode is not None
     assert plan.decode.cascade is None
 
@@ -83,13 +89,13 @@ def test_a_window_turns_cascades_off() -> None:
 def test_groupings_are_read_from_the_device_alone(small: bool) -> None:
     """As when a captured graph is replayed: the host knows one step's header, the buffer holds another's words."""
     torch.manual_seed(0)
-    attention, num_blocks, graph_size = spec(4, 1), 60, 12
+    attention, num_blocks, graph_size = spec(2, 1), 60, 12
     first = cascade_buffer([Cascade(shared=16, own=[1] * (4 if small else 12))], [], 16, num_blocks, pad_to=graph_size)
     buffer = torch.zeros(len(first) + 4 * num_blocks, dtype=torch.int32)
     kv_layer = torch.randn(num_blocks, 2, 1, 16, 16, device=DEVICE)
-    query = torch.randn(graph_size, 4, 16, device=DEVICE)
+    query = torch.randn(graph_size, 2, 16, device=DEVICE)
     reference = ReferenceKernels()
-    for groups, alone in [([], []), ([Cascade(shared=320, own=[5, 1])], [9]), (GROUPS, ALONE), ([], [70, 3])]:
+    for groups, alone in [([Cascade(shared=320, own=[5, 1])], [9]), (GROUPS, ALONE), ([], [70, 3])]:
         words = cascade_buffer(groups, alone, 16, num_blocks, pad_to=graph_size)
         buffer[: len(words)] = torch.from_numpy(words)
         step = StepView(buffer.to(DEVICE), view(first)._header)
@@ -100,12 +106,27 @@ def test_groupings_are_read_from_the_device_alone(small: bool) -> None:
         torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("disabled", [False, True])
+def test_an_engine_has_cascades_unless_told_otherwise(
+    disabled: bool, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = EngineArgs(model=str(tiny_llama), disable_cascade_attn=disabled, num_gpu_blocks_override=200)
+    files = find_model(args)
+
+    def layout() -> Layout:
+        return load_runner(args, files, build_spec(files.config), torch.float32, torch.device("cpu"))[1]
+
+    assert layout().cascade_tokens == 0, "the CPU's kernels gain nothing"
+    monkeypatch.setattr(placement, "select", lambda device, dtype: TritonKernels())
+    assert (layout().cascade_tokens > 0) == (not disabled)
+
+
 # --- work lists -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("programs", [1, 40])
 def test_items_cover_what_each_member_shares_once(programs: int) -> None:
-    """Tiles of each member, and the slots that its first decode item starts from, of more sequences than a block has."""
+    """Tiles of each member, and the slots that its first decode item starts from; several blocks of sequences."""
     torch.manual_seed(0)
     groups = [Cascade(shared=16 * (1 + i % 5), own=[1] * (4 + 7 * i)) for i in range(14)]
     groups.insert(3, Cascade(shared=0, own=[2] * 4))
@@ -133,7 +154,7 @@ def test_items_cover_what_each_member_shares_once(programs: int) -> None:
         assert 1 <= count <= 8
         for member in range(count):
             spans[members[place + member]].append((first_tile, last_tile, slot + member * stride))
-    used = []
+    used: list[int] = []
     for seq, (own_tile, packed) in enumerate(cascade.shared.tolist()):
         assert own_tile == tiles_of[seq]
         bounds = [0] + [last for _, last, _ in spans[seq]]

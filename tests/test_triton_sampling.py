@@ -15,13 +15,14 @@ import torch
 
 from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.kernels.triton.sampling_search import SamplingConfig
-from tests.sampler_rows import NEVER, Row, random_row, sample_rows
+from tests.sampler_rows import NEVER, Row, random_row, sample_rows, step_of
 from tests.sampling_cases import PLAIN, Where, check_best, check_logprobs, check_pick, picked
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_sampling.py holds these on a GPU", allow_module_level=True)
 
 CPU = torch.device("cpu")
+TRITON = TritonKernels()
 SMALL = Where(device=CPU, config=SamplingConfig(tile=128, group=4, width=8, least_width=4, block=512, programs=6))
 HALF = replace(SMALL, dtype=torch.float16)
 WHOLE = Where(device=CPU)
@@ -120,6 +121,31 @@ def test_the_batch_does_not_matter() -> None:
     assert [int(picked(values[i : i + 1], rows[i : i + 1], SMALL)) for i in range(12)] == together.tolist()
 
 
+# --- penalties --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [20, 3000])
+def test_penalties(vocab_size: int) -> None:
+    """Lists of all lengths, tokens listed several times or known to the device only, rows between them without any."""
+    rng = np.random.default_rng(vocab_size)
+    rows = [
+        Row(
+            repetition=float(rng.choice([1, 0.7, 1.5])) if length else 1,
+            presence=float(rng.normal()) if length else 0,
+            frequency=float(rng.normal()) if length else 0,
+            listed=[(int(rng.integers(-3, vocab_size)), int(rng.integers(0, 4))) for _ in range(length)],
+        )
+        for length in (1, 0, 7, 0, 300, 5000, 2)
+    ]
+    step, previous = step_of(rows), torch.tensor([5, 6, 19], dtype=torch.int32)
+    values = torch.randn(len(rows), vocab_size)
+    ours, theirs = values.clone(), values.clone()
+    TRITON.penalise_(ours, step, previous)
+    PLAIN.penalise_(theirs, step, previous)
+    assert not torch.equal(theirs, values)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
 # --- log-probabilities and candidates ---------------------------------------------------------------------------------
 
 
@@ -145,7 +171,7 @@ def test_steps_of_every_kind_equal_plain_torch() -> None:
     rng = np.random.default_rng(3)
     rows = [random_row(rng, 5000, 3) for _ in range(24)]
     logits = torch.randn(24, 5000) * 3
-    ours = sample_rows(logits, rows, [5, 6, 7], TritonKernels())
+    ours = sample_rows(logits, rows, [5, 6, 7], TRITON)
     theirs = sample_rows(logits, rows, [5, 6, 7], PLAIN)
     assert torch.equal(ours.token_ids, theirs.token_ids)
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=2e-6, rtol=1e-6)

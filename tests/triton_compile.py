@@ -23,7 +23,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pyvllm.kernels import Attention, Heads, Norm, RopeTables
-from pyvllm.kernels.triton import activation, attention_config, blocks, embed, sampling, sampling_logprobs
+from pyvllm.kernels.triton import (
+    activation,
+    attention_config,
+    blocks,
+    embed,
+    sampling,
+    sampling_logprobs,
+    sampling_penalties,
+)
 from pyvllm.kernels.triton import heads as heads_module
 from pyvllm.kernels.triton.activation import activation_kernel
 from pyvllm.kernels.triton.attention_config import CascadeConfig, DecodeConfig, PrefillConfig
@@ -217,7 +225,10 @@ def _attention_cases() -> Iterator[tuple[str, Case]]:
     yield "decode, sm_80", _decode(_LLAMA, capability=80)
     yield "prefill, sm_80", _prefill(_LLAMA, capability=80)
     yield "large cascade, sm_80", _cascade(_LLAMA, 100, capability=80)
-    yield "large cascade, D=256, sm_86", _cascade(_SPECS["D=256"], 100, CascadeConfig(rows=64, num_stages=2), capability=86)
+    yield (
+        "large cascade, D=256, sm_86",
+        _cascade(_SPECS["D=256"], 100, CascadeConfig(rows=64, num_stages=2), capability=86),
+    )
     yield "prefill, D=256, sm_86", _prefill(_SPECS["D=256"], PrefillConfig(rows=64, num_stages=2), capability=86)
     decode = _decode(_LLAMA).constants
     items = attention_config.decode_items_constants(dict(decode), 33, 8, 1024, DecodeConfig())
@@ -298,7 +309,7 @@ def _glue_cases() -> Iterator[tuple[str, Case]]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def _sampling(kernel: Any, num_warps: int, dtype: str = "bf16", **constants: Any) -> Case:
+def _sampling(kernel: Any, num_warps: int, constants: Mapping[str, Any], dtype: str = "bf16") -> Case:
     numbers = ("row_stride", "vocab_size", "num_tiles", "tiles_each", "num_groups", "count")
     floats = ("tile_best", "tile_score", "tile_mass", "tile_above", "group_best", "gathered", "out_values")
     types = {**dict.fromkeys(numbers, "i32"), **dict.fromkeys(floats, "*fp32"), "values": f"*{dtype}", "wanted": "*i1"}
@@ -307,16 +318,19 @@ def _sampling(kernel: Any, num_warps: int, dtype: str = "bf16", **constants: Any
 
 def _sampling_cases() -> Iterator[tuple[str, Case]]:
     tile = {"TILE": SAMPLING.tile, "GROUP": SAMPLING.group}
-    search = {"TILES_PAD": 64, "GROUP": SAMPLING.group, "BLOCK": SAMPLING.block}
+    search = {"TILES_PAD": 64, "GROUP": SAMPLING.group, "WIDTH": SAMPLING.width, "BLOCK": SAMPLING.block}
     for name, random, filtered in (("greedy", False, False), ("random", True, False), ("filtered", True, True)):
         kind = {"RANDOM": random, "FILTERED": filtered}
         absent = {} if filtered else {"group_best": None}
-        yield f"pick, {name}", _sampling(sampling.tiles_kernel, 8, **kind, **tile, **absent)
-        yield f"pick, {name}, last", _sampling(sampling.finish_kernel, 1, **kind, TILES_PAD=64)
+        yield f"pick, {name}", _sampling(sampling.tiles_kernel, 8, {**kind, **tile, **absent})
+        yield f"pick, {name}, last", _sampling(sampling.finish_kernel, 1, {**kind, "TILES_PAD": 64})
     for dtype in ("bf16", "fp32"):
-        yield f"sift {dtype}", _sampling(sampling.filtered_kernel, 16, dtype, WIDTH=SAMPLING.width, **search)
-        yield f"log-probabilities {dtype}", _sampling(sampling_logprobs.summary_kernel, 8, dtype, **tile)
-        yield f"best {dtype}", _sampling(sampling_logprobs.table_kernel, 8, dtype, WIDTH=512, **search)
+        yield f"sift {dtype}", _sampling(sampling.filtered_kernel, 16, search, dtype)
+        yield f"log-probabilities {dtype}", _sampling(sampling_logprobs.summary_kernel, 8, tile, dtype)
+        yield f"best {dtype}", _sampling(sampling_logprobs.table_kernel, 8, search, dtype)
+    share = {"SHARES": 8, "BLOCK": 256}
+    yield "counts", _sampling(sampling_penalties.count_kernel, 4, share)
+    yield "penalties", _sampling(sampling_penalties.penalise_kernel, 4, share, "fp32")
 
 
 CASES: dict[str, Case] = dict(chain(_attention_cases(), _glue_cases(), _sampling_cases()))

@@ -3,7 +3,7 @@
 A CUDA graph of a step's layers is replayed, each with KV memory of its own, enough of them that no cache can serve
 them; a layer's time is the graph's by their number, so gaps between kernels count.
 
-`python -m benches.kernels.attention [--sweep decode|prefill] [--only TEXT]`
+`python -m benches.kernels.attention [--sweep decode|prefill|cascade] [--only TEXT]`
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 
 from pyvllm.kernels import Attention
 from pyvllm.kernels.triton.attention import paged_attention, plan_attention
-from pyvllm.kernels.triton.attention_config import AttentionConfig, DecodeConfig, PrefillConfig
+from pyvllm.kernels.triton.attention_config import AttentionConfig, CascadeConfig, DecodeConfig, PrefillConfig
 from pyvllm.step import HEADER_LEN, StepView
+from tests.attention_cases import Cascade, cascade_buffer
 from tests.plans import Entry, plan_buffer
 
 PEAK_TB_PER_S: Final = 4.3
@@ -57,7 +58,24 @@ def _prefills() -> dict[str, Lens]:
     return {f"prefill {batch}x{n}": [(0, n)] * batch for batch, n in [(64, 128), (8, 1024), (2, 4096), (1, 8192)]}
 
 
-CASES: Final[dict[str, Lens]] = {**_decodes(), **_prefills()}
+def _cascades() -> dict[str, list[Cascade]]:
+    """Many questions on few documents, samples of many prompts, few questions on a long document."""
+    return {
+        "cascade 4x128, 1024+64": [Cascade(shared=1024, own=[64] * 128)] * 4,
+        "cascade 250x4, 192+123": [Cascade(shared=192, own=[123] * 4)] * 250,
+        "cascade 1x8, 32k+100": [Cascade(shared=32768, own=[100] * 8)],
+    }
+
+
+CASCADES: Final = _cascades()
+CASES: Final[dict[str, Lens]] = {
+    **_decodes(),
+    **_prefills(),
+    **{
+        name: [(group.shared + own - 1, 1) for group in groups for own in group.own]
+        for name, groups in CASCADES.items()
+    },
+}
 HEADS: Final = [(32, 8), (16, 8)]
 """Query heads and KV heads, of 128 dimensions."""
 
@@ -87,22 +105,25 @@ class Bench:
 
     def __init__(self, name: str, num_heads: int, num_kv_heads: int) -> None:
         self.name, self.lens = name, CASES[name]
+        groups = CASCADES.get(name, [])
+        self.saved = sum(group.shared * (len(group.own) - 1) for group in groups)
+        """Keys that are read once for several sequences."""
         self.attention = Attention(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_HEAD_DIM, scale=_HEAD_DIM**-0.5
         )
-        num_blocks = sum(-(-(start + count) // _BLOCK_SIZE) for start, count in self.lens)
+        num_blocks = sum(-(-(start + count) // _BLOCK_SIZE) for start, count in self.lens) - self.saved // _BLOCK_SIZE
         layer_bytes = num_blocks * 2 * num_kv_heads * _BLOCK_SIZE * _HEAD_DIM * 2
         num_layers = min(max(_BYTES // layer_bytes, 2), _MAX_LAYERS)
         shape = (num_layers, num_blocks, 2, num_kv_heads, _BLOCK_SIZE, _HEAD_DIM)
         self.pool = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
-        self.step = _step(self.lens, num_blocks)
+        self.step = _cascade_step(groups, num_blocks) if groups else _step(self.lens, num_blocks)
         num_tokens = self.step.num_tokens
         self.query = torch.randn(num_tokens, num_heads, _HEAD_DIM, dtype=torch.bfloat16, device="cuda")
 
     def limit(self) -> Limit:
         """Decode is bound by the bytes of keys and values, prefill by the two products at visible places."""
         if self.step.max_query_len == 1:
-            tokens = sum(start + 1 for start, _ in self.lens)
+            tokens = sum(start + 1 for start, _ in self.lens) - self.saved
             return Limit(amount=tokens * 4 * self.attention.num_kv_heads * _HEAD_DIM, peak=PEAK_TB_PER_S * 1e6)
         pairs = sum(start * count + count * (count + 1) // 2 for start, count in self.lens)
         return Limit(amount=pairs * 4 * self.attention.num_heads * _HEAD_DIM, peak=PEAK_TFLOP_PER_S * 1e6)
@@ -170,6 +191,11 @@ def _step(lens: Lens, num_blocks: int) -> StepView:
     return StepView(torch.from_numpy(buffer).cuda(), buffer[:HEADER_LEN].tolist())
 
 
+def _cascade_step(groups: Sequence[Cascade], num_blocks: int) -> StepView:
+    buffer = cascade_buffer(groups, [], _BLOCK_SIZE, num_blocks)
+    return StepView(torch.from_numpy(buffer).cuda(), buffer[:HEADER_LEN].tolist())
+
+
 # --- search for the best configuration --------------------------------------------------------------------------------
 
 
@@ -186,9 +212,18 @@ def _prefill_configs() -> Iterator[AttentionConfig]:
         yield AttentionConfig(prefill=prefill)
 
 
+def _cascade_configs() -> Iterator[AttentionConfig]:
+    for rows, programs, min_tiles, stages in product((64, 128), (2, 3), (2, 4, 8), (2, 3)):
+        cascade = CascadeConfig(rows=rows, programs_per_sm=programs, min_tiles=min_tiles, num_stages=stages)
+        yield AttentionConfig(cascade=cascade)
+
+
+_CONFIGS: Final = {"decode": _decode_configs, "prefill": _prefill_configs, "cascade": _cascade_configs}
+
+
 def sweep(part: str, only: str = "", heads: tuple[int, int] = HEADS[0]) -> list[Row]:
-    """Times of every configuration of "decode" or "prefill", µs by case, the best on (geometric) average first."""
-    configs = list(_decode_configs() if part == "decode" else _prefill_configs())
+    """Times of every configuration of a key of `_CONFIGS`, µs by case, the best on (geometric) average first."""
+    configs = list(_CONFIGS[part]())
     rows: list[Row] = [{"config": str(getattr(config, part))} for config in configs]
     logs = [0.0] * len(configs)
     for name in CASES:
@@ -204,7 +239,7 @@ def sweep(part: str, only: str = "", heads: tuple[int, int] = HEADS[0]) -> list[
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", choices=["decode", "prefill"])
+    parser.add_argument("--sweep", choices=list(_CONFIGS))
     parser.add_argument("--only", default="", help="part of the names of cases")
     arguments = parser.parse_args()
     rows = sweep(arguments.sweep, arguments.only) if arguments.sweep else cases(only=arguments.only)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyvllm import _core
 from pyvllm.engine import Engine, Launched, StepRunner
+
+if TYPE_CHECKING:
+    from pyvllm.logits_processors import ProcessedRow
 
 PARTS: Final = ("schedule", "launch", "wait", "commit")
 """In the order in which a step does them; `wait`: until what a step sampled is there."""
@@ -50,6 +54,10 @@ class _TimedLaunched:
     def step(self) -> int:
         return self._launched.step
 
+    @property
+    def failures(self) -> dict[str, Exception]:
+        return self._launched.failures
+
     def wait(
         self,
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None]:
@@ -65,9 +73,9 @@ class _TimedRunner:
     def __init__(self, runner: StepRunner, times: _Times) -> None:
         self.runner, self._times = runner, times
 
-    def launch(self, buffer: NDArray[np.int32]) -> Launched:
+    def launch(self, buffer: NDArray[np.int32], processed_rows: Sequence[ProcessedRow] = ()) -> Launched:
         begin = time.perf_counter_ns()
-        launched = self.runner.launch(buffer)
+        launched = self.runner.launch(buffer, processed_rows)
         self._times["launch"].append(time.perf_counter_ns() - begin)
         return _TimedLaunched(launched, self._times)
 

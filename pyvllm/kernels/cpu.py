@@ -80,6 +80,7 @@ class CpuKernels(Kernels[CpuPlan]):
     """See the module."""
 
     name = "cpu"
+    has_sinks = True
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearFunction:
         """See `Kernels.pack_linear`."""
@@ -117,16 +118,24 @@ class CpuKernels(Kernels[CpuPlan]):
 
     def paged_attention(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan) -> Tensor:
         """See `Kernels.paged_attention`."""
+        return self._attention(query, kv_layer, plan, None)
+
+    def paged_attention_with_sinks(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, sinks: Tensor) -> Tensor:
+        """See `Kernels.paged_attention_with_sinks`."""
+        return self._attention(query, kv_layer, plan, sinks.float().view(kv_layer.shape[2], -1, 1))
+
+    def _attention(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, sinks: Tensor | None) -> Tensor:
+        """`sinks` [K, G, 1] float32."""
         block_rows = kv_layer.view(-1, kv_layer.shape[3] * kv_layer.shape[4])
         if plan.groups and plan.groups[0].rows is None and plan.num_decodes == len(query):
-            return _attend_group(query, block_rows, plan.groups[0], plan.attention).flatten(1)
+            return _attend_group(query, block_rows, plan.groups[0], plan.attention, sinks).flatten(1)
         output = query.new_zeros(query.shape)
         for group in plan.groups:
             rows = slice(plan.num_decodes) if group.rows is None else group.rows
-            output[rows] = _attend_group(query[rows], block_rows, group, plan.attention)
+            output[rows] = _attend_group(query[rows], block_rows, group, plan.attention, sinks)
         for chunk in plan.chunks:
             tokens = slice(chunk.start, chunk.end)
-            output[tokens] = _attend_chunk(query[tokens], block_rows, chunk, plan.attention)
+            output[tokens] = _attend_chunk(query[tokens], block_rows, chunk, plan.attention, sinks)
         return output.flatten(1)
 
     def pick(self, values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
@@ -177,7 +186,8 @@ def _decode_groups(step: StepView, attention: Attention, kv_layer: Tensor) -> li
         position = first[:, None] * block_size + torch.arange(column.shape[1] * block_size)
         mask = _mask((lens[:, None] - 1 - position)[:, None], attention)
         num_keys = mask.shape[0] * num_kv_heads * mask.shape[3]
-        fused = kv_layer.dtype != torch.float32 and num_keys * head_dim <= _FUSED_LIMIT and attention.softcap is None
+        plain = attention.softcap is None and not attention.sinks
+        fused = kv_layer.dtype != torch.float32 and num_keys * head_dim <= _FUSED_LIMIT and plain
         groups.append(
             DecodeGroup(
                 rows=rows,
@@ -243,7 +253,7 @@ def _chunks(step: StepView, attention: Attention, kv_layer: Tensor) -> list[Chun
 
 def _is_fusible(attention: Attention) -> bool:
     """Whether a chunk's scores need no more than one mask for all heads."""
-    return attention.softcap is None and attention.alibi_slopes is None
+    return attention.softcap is None and attention.alibi_slopes is None and not attention.sinks
 
 
 def _first_visible(seq_lens: Tensor, query_len: int, attention: Attention) -> Tensor:
@@ -277,7 +287,9 @@ def _mask(distance: Tensor, attention: Attention) -> Tensor:
 # --- once a layer -----------------------------------------------------------------------------------------------------
 
 
-def _attend_group(query: Tensor, block_rows: Tensor, group: DecodeGroup, attention: Attention) -> Tensor:
+def _attend_group(
+    query: Tensor, block_rows: Tensor, group: DecodeGroup, attention: Attention, sinks: Tensor | None
+) -> Tensor:
     """`query` [b, H, D] -> [b, H, D]."""
     torch.index_select(block_rows, 0, group.gather, out=group.buffer)
     split = (2, len(query), attention.num_kv_heads, group.mask.shape[-1], attention.head_dim)
@@ -286,11 +298,13 @@ def _attend_group(query: Tensor, block_rows: Tensor, group: DecodeGroup, attenti
     if group.fused:
         output = functional.scaled_dot_product_attention(folded, key, value, group.mask, scale=attention.scale)
     else:
-        output = _attend(folded, key, value, group.mask, attention)
+        output = _attend(folded, key, value, group.mask, attention, sinks)
     return output.reshape(query.shape)
 
 
-def _attend_chunk(query: Tensor, block_rows: Tensor, chunk: Chunk, attention: Attention) -> Tensor:
+def _attend_chunk(
+    query: Tensor, block_rows: Tensor, chunk: Chunk, attention: Attention, sinks: Tensor | None
+) -> Tensor:
     """`query` [Q, H, D] -> [Q, H, D]."""
     num_keys = chunk.distance.shape[-1]
     context = block_rows.index_select(0, chunk.gather)
@@ -309,12 +323,18 @@ def _attend_chunk(query: Tensor, block_rows: Tensor, chunk: Chunk, attention: At
         mask = _mask(distance, attention)
         if mask.shape[2] != folded.shape[2]:
             mask = mask.repeat(1, 1, folded.shape[2] // mask.shape[2], 1)
-        tiles.append(_attend(folded, key, value, mask, attention).view(part.shape))
+        tile_sinks = None if sinks is None else sinks.repeat_interleave(part.shape[2], 1)
+        tiles.append(_attend(folded, key, value, mask, attention, tile_sinks).view(part.shape))
     return torch.cat(tiles, 2)[0].transpose(0, 1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, attention: Attention) -> Tensor:
-    """`query` [b, K, M, D], `key` and `value` [b, K, C, D], `mask` broadcast to [b, K, M, C] -> [b, K, M, D]."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, attention: Attention, sinks: Tensor | None
+) -> Tensor:
+    """`query` [b, K, M, D], `key` and `value` [b, K, C, D], `mask` broadcast to [b, K, M, C] -> [b, K, M, D].
+
+    `sinks` [K, M, 1] float32.
+    """
     batch = query.shape[0] * query.shape[1]
     scores = _scores(query.reshape(batch, -1, query.shape[3]), key.reshape(batch, -1, key.shape[3]))
     scores = scores.view(*query.shape[:3], -1)
@@ -322,7 +342,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, attention: 
     if attention.softcap is not None:
         scores = torch.tanh_(scores.mul_(scale / attention.softcap))
         scale = attention.softcap
-    weights = torch.softmax(torch.add(mask, scores, alpha=scale), -1).to(value.dtype)
+    scores = torch.add(mask, scores, alpha=scale)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(len(scores), -1, -1, -1)], -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype)
     output = torch.bmm(weights.view(batch, *weights.shape[2:]), value.reshape(batch, -1, value.shape[3]))
     return output.view(query.shape)
 

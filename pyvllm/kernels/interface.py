@@ -10,10 +10,11 @@ together, and so does all of a block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.nn import functional
@@ -45,6 +46,8 @@ class Attention:
     """Scores become `softcap * tanh(scores / softcap)`."""
     alibi_slopes: tuple[float, ...] | None = None
     """One for each query head: the bias is `-slope * (query position - key position)`."""
+    sinks: bool = False
+    """Each query head has one more score, which no value belongs to: `paged_attention_with_sinks` is called."""
 
 
 LinearFunction: TypeAlias = Callable[[Tensor], Tensor]
@@ -61,6 +64,16 @@ class Kernels(ABC, Generic[PlanT]):
     """
 
     name: str
+    cascades: bool = False
+    """Whether a plan's cascades make attention faster; without it they change nothing."""
+
+    def graph_kind(self, step: StepView) -> Hashable:
+        """What decides, beside a step's padded size, which work its layers launch: a graph serves one kind."""
+        return None
+
+    def compile_ahead(self) -> AbstractContextManager[None]:
+        """While it is entered, work handed to these kernels need not run: what it takes to run it is prepared."""
+        return nullcontext()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearFunction:
         """The function `x @ weight.T + bias`, from weight `[out, in]` in the order that this device reads best.
@@ -83,6 +96,16 @@ class Kernels(ABC, Generic[PlanT]):
 
         Rows of padding tokens are finite and have no meaning.
         """
+
+    has_sinks: ClassVar[bool] = False
+    """Whether there is `paged_attention_with_sinks`."""
+
+    def paged_attention_with_sinks(self, query: Tensor, kv_layer: Tensor, plan: PlanT, sinks: Tensor) -> Tensor:
+        """`paged_attention` whose softmax has one more term for each query head, `exp(sinks[h])` of `sinks` `[H]`.
+
+        Raises ValueError where `has_sinks` is false.
+        """
+        raise ValueError(f"the {self.name} kernels have no attention with sinks")
 
     def embed(self, token_ids: Tensor, previous: Tensor, table: Tensor) -> Tensor:
         """Rows of `table` `[V, size]` for `token_ids` `[T]` int32, -1 - i standing for `previous[i]`: `[T, size]`."""
@@ -123,6 +146,22 @@ class Kernels(ABC, Generic[PlanT]):
         self.write_kv(kv_layer, key_value.view(len(qkv), 2, heads.num_kv_heads, -1), plan)
         return query
 
+    def attend(self, qkv: Tensor, heads: Heads, angles: Any, kv_layer: Tensor, plan: PlanT) -> Tensor:
+        """`rotate_and_store`, then `paged_attention` of what it gives: `[T, H * D]`."""
+        return self.paged_attention(self.rotate_and_store(qkv, heads, angles, kv_layer, plan), kv_layer, plan)
+
+    def norm_linear(self, hidden: Tensor, of: Norm, linear: LinearFunction) -> Tensor:
+        """`linear`, which `pack_linear` made, of the norm of `hidden` `[M, size]`: `[M, out]`."""
+        return linear(self.norm(hidden, of))
+
+    def norm_gated(self, hidden: Tensor, of: Norm, linear: LinearFunction, activation: str) -> Tensor:
+        """activation(gate) * up of what `norm_linear` gives, gates first: `[M, out / 2]`."""
+        return self.gated(self.norm_linear(hidden, of, linear), activation)
+
+    def linear_add(self, hidden: Tensor, x: Tensor, linear: LinearFunction) -> Tensor | None:
+        """Add `linear(x)` to `hidden` `[M, out]` in place, or return it, to be added by what comes next."""
+        return linear(x)
+
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """A key of `ACTIVATIONS`, element by element: the same shape, `x` may be overwritten."""
         return ACTIVATIONS[activation](x)
@@ -131,6 +170,13 @@ class Kernels(ABC, Generic[PlanT]):
         """activation(gate) * up of `[T, 2 * size]`, gates first: `[T, size]`."""
         gate, up = gate_up.chunk(2, -1)
         return ACTIVATIONS[activation](gate).mul_(up)
+
+    def penalise_(self, values: Tensor, step: StepView, previous: Tensor | None) -> None:
+        """Apply the step's repetition, frequency and presence penalties to `values` `[R, V]` float32.
+
+        A token may be listed more than once; its counts add up. `previous`: what negative ids stand for, as in `embed`.
+        """
+        plain_sampling.penalise_(values, step, previous)
 
     def pick(self, values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
         """One token a row: `[R]` int32.

@@ -2,7 +2,8 @@
 
 Every row is treated alike, whatever it needs, and nothing waits for a device.
 
-Symbols: R rows of the step (padded), N some of them, V real vocabulary, K candidate tokens, L top log-probabilities.
+Symbols: R rows of the step (padded), N some of them, P those with penalties, V real vocabulary, K candidate tokens, L
+top log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyvllm.noise import log_exponential
-from pyvllm.step import Flags, RowParam
+from pyvllm.step import Flags, RowParam, StepView
 
 NEVER: Final = float("-inf")
 FILTERS: Final = Flags.TOP_K | Flags.TOP_P | Flags.MIN_P
@@ -31,6 +32,35 @@ class LogprobRows:
     """[N, 1 + L] float32, of those tokens."""
     ranks: Tensor
     """[N] int32: 1 + the number of tokens strictly more probable than the token in question."""
+
+
+# --- penalties --------------------------------------------------------------------------------------------------------
+
+
+def penalise_(values: Tensor, step: StepView, previous: Tensor | None) -> None:
+    """See `Kernels.penalise_`. The work is proportional to the tokens listed, but for zeroing counts [P, V]."""
+    ids, times = step.penalty_tokens.long().unbind(1)
+    if previous is not None and previous.numel():
+        ids = torch.where(ids < 0, previous[(-1 - ids).clamp_min(0)], ids)
+    owner = owners(step.penalty_offsets, ids)
+    # Counts of tokens listed more than once add up, and equal values are then written for each.
+    counts = values.new_zeros((len(step.penalty_rows), values.shape[1]))
+    counts.index_put_((owner, ids), times.float(), accumulate=True)
+    count = counts[owner, ids]
+    row = step.penalty_rows[owner]
+    params = step.row_params[row]
+    logit = values[row, ids]
+    repetition = floats(params, RowParam.REPETITION_PENALTY)
+    logit = torch.where(logit > 0, logit / repetition, logit * repetition)
+    logit -= floats(params, RowParam.FREQUENCY_PENALTY) * count
+    logit -= floats(params, RowParam.PRESENCE_PENALTY) * (count > 0)
+    values[row, ids] = logit
+
+
+def owners(offsets: Tensor, entries: Tensor) -> Tensor:
+    """For each entry of a CSR list with `offsets` [P + 1], which of the P lists it belongs to."""
+    lists = torch.arange(len(offsets) - 1, device=offsets.device)
+    return torch.repeat_interleave(lists, offsets.diff(), output_size=len(entries))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

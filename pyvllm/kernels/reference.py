@@ -36,6 +36,7 @@ class ReferenceKernels(Kernels[ReferencePlan]):
     """See the module."""
 
     name = "reference"
+    has_sinks = True
 
     def plan(self, step: StepView, attention: Attention, kv_layer: Tensor) -> ReferencePlan:
         """See `Kernels.plan`."""
@@ -58,15 +59,22 @@ class ReferenceKernels(Kernels[ReferencePlan]):
 
     def paged_attention(self, query: Tensor, kv_layer: Tensor, plan: ReferencePlan) -> Tensor:
         """See `Kernels.paged_attention`."""
+        return self._attention(query, kv_layer, plan, None)
+
+    def paged_attention_with_sinks(self, query: Tensor, kv_layer: Tensor, plan: ReferencePlan, sinks: Tensor) -> Tensor:
+        """See `Kernels.paged_attention_with_sinks`."""
+        return self._attention(query, kv_layer, plan, sinks)
+
+    def _attention(self, query: Tensor, kv_layer: Tensor, plan: ReferencePlan, sinks: Tensor | None) -> Tensor:
         output = torch.zeros_like(query, memory_format=torch.contiguous_format)
         for (start, end), seq_len, blocks in zip(plan.queries, plan.seq_lens, plan.block_tables, strict=True):
             # [n, 2, K, B, D] -> [2, C, K, D]
             context = kv_layer[blocks].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :seq_len]
-            output[start:end] = _attend(query[start:end], context[0], context[1], plan.attention)
+            output[start:end] = _attend(query[start:end], context[0], context[1], plan.attention, sinks)
         return output.flatten(1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, attention: Attention, sinks: Tensor | None) -> Tensor:
     """The last Q positions of one sequence: `query` [Q, H, D], `key` and `value` [C, K, D] -> [Q, H, D]; in float32."""
     group = attention.num_heads // attention.num_kv_heads
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
@@ -80,5 +88,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
     hidden = distance < 0
     if attention.window is not None:
         hidden |= distance >= attention.window
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(query), 1)], -1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key)]
     return torch.einsum("hqc,chd->qhd", weights, value).to(query.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, Attention, Heads, Norm, RopeTables
-from pyvllm.layers.linear import Linear
+from pyvllm.layers.linear import Linear, Normed
 from pyvllm.layers.norm import NormSpec, empty_norm, norm_slots
 
 NormedOver: TypeAlias = Literal["head", "each_head", "width"]
@@ -46,6 +46,9 @@ class SelfAttention:
         self._qkv = Linear.empty(size, q_size, kv_size, kv_size, bias=qkv_bias, dtype=dtype, device=device)
         self._o = Linear.empty(q_size, size, bias=o_bias, dtype=dtype, device=device)
         self._clip = clip
+        self._sinks: Tensor | None = None
+        if attention.sinks:
+            self._sinks = torch.empty(attention.num_heads, dtype=dtype, device=device)
         self._norms = None if qk_norm is None else _NORMS[qk_norm.over](qk_norm.norm, attention, dtype, device)
         query_norm, key_norm = self._norms.pair if isinstance(self._norms, _ByHead) else (None, None)
         self._before = None if isinstance(self._norms, _ByHead) else self._norms
@@ -61,16 +64,19 @@ class SelfAttention:
     def slots(self) -> dict[str, Tensor]:
         """Parameters by neutral name, without the layer's prefix."""
         norms = {} if self._norms is None else self._norms.slots()
+        norms |= {} if self._sinks is None else {"sinks": self._sinks}
         return self._qkv.slots("q", "k", "v") | self._o.slots("o") | norms
 
     def pack(self, kernels: AnyKernels) -> None:
-        """See `Linear.pack`."""
+        """See `Linear.pack`. Raises ValueError if the kernels lack a part of the attention."""
+        if self._sinks is not None and not kernels.has_sinks:
+            raise ValueError(f"the {kernels.name} kernels have no attention with sinks, which this model has")
         self._qkv.pack(kernels)
         self._o.pack(kernels)
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         angles: object,
         kv_layer: Tensor,
         plan: object,
@@ -81,16 +87,44 @@ class SelfAttention:
 
         `rows` [R]: tokens whose results are wanted, [R, size]; of the others only keys and values are.
         """
-        qkv = self._qkv(x)
+        return self._o(self._attend(x, angles, kv_layer, plan, kernels, rows))
+
+    def add_to(
+        self,
+        hidden: Tensor,
+        x: Tensor | Normed,
+        angles: object,
+        kv_layer: Tensor,
+        plan: object,
+        kernels: AnyKernels,
+        rows: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.add_to`; `hidden` [R, size]."""
+        return self._o.add_to(hidden, self._attend(x, angles, kv_layer, plan, kernels, rows), kernels)
+
+    def _attend(
+        self,
+        x: Tensor | Normed,
+        angles: object,
+        kv_layer: Tensor,
+        plan: object,
+        kernels: AnyKernels,
+        rows: Tensor | None,
+    ) -> Tensor:
+        qkv = self._qkv.of(x, kernels)
         if self._clip is not None:
             qkv.clamp_(-self._clip, self._clip)
         if self._before is not None:
             self._before.norm_(qkv, kernels)
-        query = kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
         if rows is not None and not len(rows):
-            return x[:0]
-        context = kernels.paged_attention(query, kv_layer, plan)
-        return self._o(context if rows is None else context.index_select(0, rows))
+            kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
+            return qkv.new_empty(0, self._heads.num_heads * self._heads.head_dim)
+        if self._sinks is None:
+            context = kernels.attend(qkv, self._heads, angles, kv_layer, plan)
+        else:
+            query = kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
+            context = kernels.paged_attention_with_sinks(query, kv_layer, plan, self._sinks)
+        return context if rows is None else context.index_select(0, rows)
 
 
 class _ByHead:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, Norm
 from pyvllm.layers.attention import SelfAttention
+from pyvllm.layers.linear import Normed
 from pyvllm.layers.mlp import GatedMLP, PlainMLP
 from pyvllm.layers.moe import Experts
 from pyvllm.layers.norm import NormSpec, norm_slots
@@ -69,14 +70,23 @@ class Block:
 
         `rows` [R]: tokens whose results are wanted, [R, d]; None: all.
         """
-        normed = _add_norm(hidden, delta, self._norm1, kernels)
-        delta = self._attend(normed, angles, kv_layer, plan, kernels, rows)
+        x = _normed(hidden, delta, self._norm1, kernels)
         hidden = _select(hidden, rows)
-        return hidden, self._feed(_add_norm(hidden, delta, self._norm2, kernels), kernels)
+        if self._adds_as_it_is(self._attention_out):
+            delta = self._attention.add_to(hidden, x, angles, kv_layer, plan, kernels, rows)
+        else:
+            delta = self._attend(x, angles, kv_layer, plan, kernels, rows)
+        x = _normed(hidden, delta, self._norm2, kernels)
+        if self._adds_as_it_is(self._mlp_out):
+            return hidden, self._mlp.add_to(hidden, x, kernels)
+        return hidden, self._feed(x, kernels)
+
+    def _adds_as_it_is(self, norm: Norm | None) -> bool:
+        return norm is None and self._scale == 1.0
 
     def _attend(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         angles: object,
         kv_layer: Tensor,
         plan: object,
@@ -85,7 +95,7 @@ class Block:
     ) -> Tensor:
         return self._leave(self._attention(x, angles, kv_layer, plan, kernels, rows), self._attention_out, kernels)
 
-    def _feed(self, x: Tensor, kernels: AnyKernels) -> Tensor:
+    def _feed(self, x: Tensor | Normed, kernels: AnyKernels) -> Tensor:
         return self._leave(self._mlp(x, kernels), self._mlp_out, kernels)
 
     def _leave(self, delta: Tensor, norm: Norm | None, kernels: AnyKernels) -> Tensor:
@@ -166,6 +176,13 @@ ARRANGEMENTS: Final[Mapping[str, type[Block]]] = {
 
 def _select(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
+
+
+def _normed(hidden: Tensor, delta: Tensor | None, norm: Norm | None, kernels: AnyKernels) -> Tensor | Normed:
+    """Add `delta` to `hidden` in place; returns the norm of the sum, or what it is to be made of."""
+    if delta is None and norm is not None:
+        return Normed(hidden=hidden, norm=norm)
+    return _add_norm(hidden, delta, norm, kernels)
 
 
 def _add_norm(hidden: Tensor, delta: Tensor | None, norm: Norm | None, kernels: AnyKernels) -> Tensor:

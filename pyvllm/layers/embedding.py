@@ -41,7 +41,7 @@ class Embedding:
         if position_offset is not None:
             shape = (position_offset + num_positions, hidden_size)
             self._positions = torch.empty(shape, dtype=dtype, device=device)
-        self._position_offset = position_offset or 0
+        self._position_rows = None if self._positions is None else self._positions[position_offset:]
         # As transformers does: the factor is a number of the model's dtype.
         self._scale = torch.tensor(scale).to(dtype).item()
         self._norm_spec = norm
@@ -70,8 +70,8 @@ class Embedding:
         hidden = kernels.embed(step.token_ids, previous, self.table)
         if self._project is not None:
             hidden = self._project(hidden)
-        if self._positions is not None:
-            hidden = hidden.add_(kernels.embed(step.positions + self._position_offset, previous, self._positions))
+        if self._position_rows is not None:
+            hidden = hidden.add_(kernels.embed(step.positions, previous, self._position_rows))
         if self._scale != 1.0:
             hidden = hidden.mul_(self._scale)
         return hidden if self._norm is None else kernels.norm(hidden, self._norm)

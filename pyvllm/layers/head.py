@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, Norm
-from pyvllm.layers.linear import Linear
+from pyvllm.layers.linear import Linear, Normed
 from pyvllm.layers.norm import NormSpec, empty_norm, norm_slots
 
 
@@ -62,11 +62,10 @@ class Head:
 
     def __call__(self, hidden: Tensor, kernels: AnyKernels) -> Tensor:
         """`[R, d]` -> `[R, V]`."""
-        if self._norm is not None:
-            hidden = kernels.norm(hidden, self._norm)
+        x = hidden if self._norm is None else Normed(hidden=hidden, norm=self._norm)
         if self._project is not None:
-            hidden = self._project(hidden)
-        logits = self._linear(hidden)
+            x = self._project.of(x, kernels)
+        logits = self._linear.of(x, kernels)
         if self._scale != 1.0:
             logits = logits.mul_(self._scale)
         if self._softcap is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -9,7 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pyvllm.kernels import AnyKernels, LinearFunction
+from pyvllm.kernels import AnyKernels, LinearFunction, Norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Normed:
+    """The norm of `hidden` `[M, size]`, not computed yet: kernels may do that inside of what reads it."""
+
+    hidden: Tensor
+    norm: Norm
+
+    def compute(self, kernels: AnyKernels) -> Tensor:
+        """`[M, size]`."""
+        return kernels.norm(self.hidden, self.norm)
 
 
 class Linear:
@@ -50,3 +63,19 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`[M, in]` -> `[M, out]`."""
         return self._apply(x)
+
+    def of(self, x: Tensor | Normed, kernels: AnyKernels) -> Tensor:
+        """`[M, in]` -> `[M, out]`."""
+        if isinstance(x, Normed):
+            return kernels.norm_linear(x.hidden, x.norm, self._apply)
+        return self._apply(x)
+
+    def gated(self, x: Tensor | Normed, activation: str, kernels: AnyKernels) -> Tensor:
+        """activation(gate) * up, of two matrices: `[M, in]` -> `[M, out / 2]`."""
+        if isinstance(x, Normed):
+            return kernels.norm_gated(x.hidden, x.norm, self._apply, activation)
+        return kernels.gated(self._apply(x), activation)
+
+    def add_to(self, hidden: Tensor, x: Tensor, kernels: AnyKernels) -> Tensor | None:
+        """Add the result for `x` to `hidden` `[M, out]` in place, or return it, to be added by what comes next."""
+        return kernels.linear_add(hidden, x, self._apply)

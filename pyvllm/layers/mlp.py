@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels
-from pyvllm.layers.linear import Linear
+from pyvllm.layers.linear import Linear, Normed
 
 
 class GatedMLP:
@@ -28,9 +28,13 @@ class GatedMLP:
         self._gate_up.pack(kernels)
         self._down.pack(kernels)
 
-    def __call__(self, x: Tensor, kernels: AnyKernels) -> Tensor:
+    def __call__(self, x: Tensor | Normed, kernels: AnyKernels) -> Tensor:
         """`[T, size]` -> `[T, size]`."""
-        return self._down(kernels.gated(self._gate_up(x), self._activation))
+        return self._down(self._gate_up.gated(x, self._activation, kernels))
+
+    def add_to(self, hidden: Tensor, x: Tensor | Normed, kernels: AnyKernels) -> Tensor | None:
+        """See `Linear.add_to`."""
+        return self._down.add_to(hidden, self._gate_up.gated(x, self._activation, kernels), kernels)
 
 
 class PlainMLP:
@@ -52,6 +56,10 @@ class PlainMLP:
         self._up.pack(kernels)
         self._down.pack(kernels)
 
-    def __call__(self, x: Tensor, kernels: AnyKernels) -> Tensor:
+    def __call__(self, x: Tensor | Normed, kernels: AnyKernels) -> Tensor:
         """`[T, size]` -> `[T, size]`."""
-        return self._down(kernels.activate(self._up(x), self._activation))
+        return self._down(kernels.activate(self._up.of(x, kernels), self._activation))
+
+    def add_to(self, hidden: Tensor, x: Tensor | Normed, kernels: AnyKernels) -> Tensor | None:
+        """See `Linear.add_to`."""
+        return self._down.add_to(hidden, kernels.activate(self._up.of(x, kernels), self._activation), kernels)

@@ -8,7 +8,8 @@ from typing import Any, Final, TypeAlias
 
 from pyvllm.kernels import ACTIVATIONS
 from pyvllm.layers.norm import NormSpec
-from pyvllm.models.config_fields import choice, flag, integer, number, rope
+from pyvllm.layers.rope import RopeSpec
+from pyvllm.models.config_fields import choice, flag, integer, number, renamed, rope
 from pyvllm.models.spec import ModelSpec
 from pyvllm.models.stored import Stored
 
@@ -112,7 +113,7 @@ def layer_norm(config: Mapping[str, Any], name: str, *, bias: bool = True, affin
 def with_mlp_size(config: Mapping[str, Any], factor: int = 4) -> dict[str, Any]:
     """The config with `intermediate_size` set, to `factor` times the hidden size where it is absent or null."""
     size = integer(config, "intermediate_size", factor * integer(config, "hidden_size"))
-    return dict(config) | {"intermediate_size": size}
+    return renamed(config, {}) | {"intermediate_size": size}
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
@@ -140,9 +141,22 @@ def optional_window(config: Mapping[str, Any]) -> int | None:
     return None if config.get("sliding_window") is None else integer(config, "sliding_window")
 
 
-def rope_of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The config with `rope_parameters` those of one kind of layers, where each kind has its own."""
+def ropes_by_window(
+    config: Mapping[str, Any], spec: ModelSpec, windows: tuple[int | None, ...], *, local: Mapping[str, Any]
+) -> tuple[RopeSpec, ...]:
+    """Rotary positions of layers that have a window, and of those that have none.
+
+    `rope_parameters` may have a set for either kind. If it has none for layers with a window, these are not scaled, and
+    `local` are their fields.
+    """
     parameters = config.get("rope_parameters")
-    if isinstance(parameters, Mapping) and isinstance(parameters.get(kind), Mapping):
-        return dict(config) | {"rope_parameters": parameters[kind]}
-    return dict(config)
+    ropes = []
+    for kind, unscaled in (("full_attention", False), ("sliding_attention", True)):
+        own = parameters.get(kind) if isinstance(parameters, Mapping) else None
+        fields = dict(config)
+        if isinstance(own, Mapping):
+            fields |= {"rope_parameters": own, "rope_scaling": None}
+        elif unscaled:
+            fields |= {"rope_parameters": None, "rope_scaling": None} | dict(local)
+        ropes.append(rope(fields, head_dim=spec.head_dim, max_position_embeddings=spec.max_position_embeddings))
+    return tuple(ropes[0] if window is None else ropes[1] for window in windows)

@@ -16,7 +16,9 @@ def integer(config: Mapping[str, Any], name: str, default: Any = _MISSING, *, mo
     """A field that is a whole number from 1 to `most`; `default` if it is absent or null."""
     value = _get(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"config field {name} is {value!r}, must be a whole number >= 1 and <= {most}")
+        raise ValueError(
+            f"config field {_called(config, name)} is {value!r}, must be a whole number >= 1 and <= {most}"
+        )
     return value
 
 
@@ -24,7 +26,7 @@ def number(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> flo
     """A field that is a finite number above 0; `default` if it is absent or null."""
     value = _get(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"config field {name} is {value!r}, must be a finite number > 0")
+        raise ValueError(f"config field {_called(config, name)} is {value!r}, must be a finite number > 0")
     return float(value)
 
 
@@ -32,7 +34,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A field that is true or false; `default` if it is absent or null."""
     value = _get(config, name, default)
     if not isinstance(value, bool):
-        raise ValueError(f"config field {name} is {value!r}, must be true or false")
+        raise ValueError(f"config field {_called(config, name)} is {value!r}, must be true or false")
     return value
 
 
@@ -40,7 +42,7 @@ def choice(config: Mapping[str, Any], name: str, allowed: Collection[str], defau
     """A field that is one of a few words; `default` if it is absent or null."""
     value = _get(config, name, default)
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"config field {name} is {value!r}, supported: {', '.join(allowed)}")
+        raise ValueError(f"config field {_called(config, name)} is {value!r}, supported: {', '.join(allowed)}")
     return str(value)
 
 
@@ -49,14 +51,34 @@ def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
     if value is None:
         value = default
     if value is _MISSING:
-        raise ValueError(f"config field {name} is missing")
+        raise ValueError(f"config field {_called(config, name)} is missing")
     return value
+
+
+class _Renamed(dict[str, Any]):
+    """A config with fields under other names than in its file, which messages use. `|` keeps that."""
+
+    def __init__(self, fields: Mapping[str, Any], called: Mapping[str, str]) -> None:
+        super().__init__(fields)
+        self.called = called
+
+    def __or__(self, other: Mapping[str, Any]) -> _Renamed:  # type: ignore[override]
+        return _Renamed({**self, **other}, self.called)
+
+    def __ror__(self, other: Mapping[str, Any]) -> _Renamed:  # type: ignore[override]
+        return _Renamed({**other, **self}, self.called)
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The config with fields of other names, old -> new, also under the new name where that is absent or null."""
-    known = {new: config[old] for old, new in names.items() if config.get(old) is not None}
-    return dict(config) | {new: value for new, value in known.items() if config.get(new) is None}
+    olds = {new: old for old, new in names.items() if config.get(old) is not None and config.get(new) is None}
+    called = dict(config.called) if isinstance(config, _Renamed) else {}
+    return _Renamed({**config, **{new: config[old] for new, old in olds.items()}}, called | olds)
+
+
+def _called(config: Mapping[str, Any], name: str) -> str:
+    """What the file calls a field."""
+    return config.called.get(name, name) if isinstance(config, _Renamed) else name
 
 
 def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeSpec:

@@ -11,10 +11,12 @@ from pyvllm.models.families import (
     aquila,
     baichuan,
     bloom,
+    cohere,
     falcon,
     gemma,
     glm,
     gpt2,
+    gpt_oss,
     granite,
     internlm,
     llama,
@@ -27,6 +29,7 @@ from pyvllm.models.families import (
     qwen_moe,
     smollm3,
     stablelm,
+    starcoder2,
 )
 from pyvllm.models.spec import ModelSpec
 
@@ -34,6 +37,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     *llama.FAMILIES,
     *mixtral.FAMILIES,
     *qwen_moe.FAMILIES,
+    *gpt_oss.FAMILIES,
     *gpt2.FAMILIES,
     *opt.FAMILIES,
     *bloom.FAMILIES,
@@ -45,6 +49,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     *olmo.FAMILIES,
     *granite.FAMILIES,
     *stablelm.FAMILIES,
+    *starcoder2.FAMILIES,
+    *cohere.FAMILIES,
     *internlm.FAMILIES,
     *baichuan.FAMILIES,
     *aquila.FAMILIES,
@@ -84,8 +90,9 @@ class Registry:
         Raises `ValueError` naming the field and its value for an unknown architecture, a missing field, and whatever a
         model asks for that is not supported.
         """
-        if config.get("quantization_config"):
-            raise ValueError(f"config field quantization_config is {config['quantization_config']!r}, supported: none")
+        quantization = config.get("quantization_config")
+        if quantization and not (isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"):
+            raise ValueError(f"config field quantization_config is {quantization!r}, supported: quant_method mxfp4")
         architectures = config.get("architectures") or []
         if not isinstance(architectures, list):
             raise ValueError(f"config field architectures is {architectures!r}, must be a list of names")

@@ -68,6 +68,8 @@ class ModelSpec:
     """The factor is divided by the layer's number, counted from 1."""
     softcap: float | None = None
     """See `Attention`."""
+    sinks: bool = False
+    """See `Attention`."""
     clip_qkv: float | None = None
     """Queries, keys and values are cut off at this and at its negative."""
     gated: bool = True
@@ -116,6 +118,7 @@ class ModelSpec:
             window=self.windows[layer],
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
         )
 
     def unpack(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:

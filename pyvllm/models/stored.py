@@ -19,7 +19,7 @@ class Stored:
     transposed: bool = False
     """A matrix is kept as [in, out]."""
     experts: int | None = None
-    """It holds as many tensors of this kind, one an expert, along a first dimension of its own."""
+    """It holds as many tensors of this kind, one an expert (or whatever E numbers), along a first dimension."""
     groups: int = 1
     """Its rows are `groups` times: some rows of the first slot, some of the second, and so on."""
     rows: tuple[int, ...] = ()

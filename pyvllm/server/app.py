@@ -33,7 +33,7 @@ from pyvllm.server.protocol import (
 )
 from pyvllm.server.routes import Routes
 from pyvllm.server.serving import Serving
-from pyvllm.server.static_files import FOLDER, StaticFile, read_files
+from pyvllm.server.static_files import FOLDER, HEADERS, StaticFile, read_files
 from pyvllm.server.tokens import Tokens
 
 HEALTH: Final = "/health"
@@ -75,7 +75,7 @@ def make_app(serving: Serving, routes: list[Route], pages: dict[str, StaticFile]
     for route in routes:
         _add(app, route)
     for path, file in pages.items():
-        app.add_api_route(path, _file_endpoint(file), methods=["GET"], include_in_schema=False)
+        app.add_api_route(path, _file_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
     _describe_bodies(app, [route.body for route in routes if route.body is not None])
     return app
 
@@ -139,7 +139,7 @@ def _describe_bodies(app: FastAPI, bodies: list[type[Body]]) -> None:
 
 def _file_endpoint(file: StaticFile) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        return Response(file.content, media_type=file.media_type, headers={"Cache-Control": "no-cache"})
+        return Response(file.content, media_type=file.media_type, headers=HEADERS)
 
     return endpoint
 
@@ -158,13 +158,13 @@ def _middleware(serving: Serving, open_paths: set[str]) -> list[Middleware]:
                 allow_credentials=args.allow_credentials,
             )
         )
-    layers += [_load_middleware(name) for name in args.middleware]
+    layers += [load_middleware(name) for name in args.middleware]
     if args.api_key:
         layers.append(Middleware(ApiKeys, keys=args.api_key, open_paths=open_paths))
     return [*layers, Middleware(ErrorBoundary, serving=serving)]
 
 
-def _load_middleware(name: str) -> Middleware:
+def load_middleware(name: str) -> Middleware:
     """What an import path names. Raises ValueError for what is neither a class nor a coroutine function."""
     module, _, attribute = name.rpartition(".")
     try:

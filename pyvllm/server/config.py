@@ -22,6 +22,8 @@ _NUMBERS: Final[dict[str, tuple[float, float]]] = {
     "max_body_bytes": (1, 1 << 40),
     "max_header_bytes": (1024, 1 << 30),
     "timeout_keep_alive": (0, 1 << 20),
+    "engine_heartbeat_timeout": (0.1, 1 << 20),
+    "engine_stall_timeout": (0.1, 1 << 20),
     "shutdown_timeout": (0, 1 << 20),
     "max_log_len": (0, 1 << 40),
     "max_num_queued_reqs": (1, 1 << 40),
@@ -143,6 +145,12 @@ class ServerArgs:
 
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that may wait in the engine; above it 503. None: no limit."""
+
+    engine_heartbeat_timeout: float = 10.0
+    """Seconds without a sign of life from the engine's process after which it counts as dead."""
+
+    engine_stall_timeout: float = 120.0
+    """Seconds that one step may take before the engine counts as dead."""
 
     max_body_bytes: int = 16 * 1024 * 1024
     """Largest body of a request; above it 413."""

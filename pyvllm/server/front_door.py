@@ -11,14 +11,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyvllm.server.errors import as_api_error
-from pyvllm.server.serving import NOTES_KEY, Notes, Serving, new_request_id
+from pyvllm.server.serving import NOTES_KEY, SEND_KEY, Notes, Serving, new_request_id
 from pyvllm.server.tasks import CLIENT_GONE
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 METRICS: Final = "/metrics"
-_QUIET: Final = ("/health", METRICS, "/ping", "/load")
+_QUIET: Final = ("/health", METRICS, "/ping", "/load", "/engine/snapshot")
 """Paths that are asked for all the time; their lines are for debugging."""
 _TEXT: Final = ("/v1/completions", "/v1/chat/completions", "/invocations", "/generate")
 
@@ -39,6 +39,8 @@ class FrontDoor:
         header = next((value for name, value in scope["headers"] if name == b"x-request-id"), None)
         notes = Notes(request_id=new_request_id(None if header is None else header.decode("latin-1")))
         scope[NOTES_KEY] = notes
+        if not self._serving.args.middleware:
+            scope[SEND_KEY] = send
         status = 0
         start = time.perf_counter()
 

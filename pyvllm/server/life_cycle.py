@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from pyvllm.async_llm import AsyncLLM, EngineDeadError
 from pyvllm.config import EngineArgs
+from pyvllm.server.app import load_middleware
 from pyvllm.server.config import ServerArgs
 from pyvllm.server.http_protocol import limited_protocol
 from pyvllm.server.serving import Serving
@@ -43,15 +44,18 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
     the first token can be made. Raises what loading raises, and OSError or ValueError for a port or files that cannot
     be used.
     """
-    with _listening(args) as listener:
+    check_files(args)
+    with listening(args) as listener:
         llm = AsyncLLM.from_engine_args(
             engine_args,
             max_num_queued_reqs=args.max_num_queued_reqs,
             max_num_queued_tokens=args.max_num_queued_tokens,
+            heartbeat_timeout_s=args.engine_heartbeat_timeout,
+            stall_timeout_s=args.engine_stall_timeout,
         )
         try:
             serving = Serving(llm, args)
-            server = Server(_uvicorn_config(make_app(serving), args), serving)
+            server = Server(uvicorn_config(make_app(serving), args), serving)
             logger.info("serving %s on %s", ", ".join(serving.names), _shown(listener, args))
             asyncio.run(server.serve(sockets=[listener]))
             serving.close()
@@ -60,8 +64,25 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
             llm.shutdown()
 
 
+def check_files(args: ServerArgs) -> None:
+    """Raise OSError or ValueError for middleware or TLS files that cannot be used."""
+    for name in args.middleware:
+        load_middleware(name)
+    if args.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+        if args.ssl_ciphers is not None:
+            context.set_ciphers(args.ssl_ciphers)
+    except ssl.SSLError as error:
+        raise ValueError(f"TLS with ssl_certfile {args.ssl_certfile!r} cannot be used: {error}") from None
+
+
 @contextlib.contextmanager
-def _listening(args: ServerArgs) -> Iterator[socket.socket]:
+def listening(args: ServerArgs) -> Iterator[socket.socket]:
     """A socket at the address, on which nothing is accepted yet. Raises OSError naming the address."""
     if args.uds is not None:
         with contextlib.suppress(FileNotFoundError):
@@ -72,7 +93,8 @@ def _listening(args: ServerArgs) -> Iterator[socket.socket]:
         address: str | tuple[str, int] = args.uds
     else:
         host = args.host or "0.0.0.0"
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        # asyncio turns Nagle's algorithm off, which delays each answer by 40 ms, only for sockets that say TCP.
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         address = (host, args.port)
     with listener:
@@ -93,8 +115,8 @@ def _shown(listener: socket.socket, args: ServerArgs) -> str:
     return f"{'https' if args.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    """Raises OSError or ValueError for TLS files that cannot be used."""
+def uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
+    """How uvicorn is to run it."""
     logging.getLogger("uvicorn").setLevel(args.uvicorn_log_level.upper())
     config = uvicorn.Config(
         app,
@@ -116,10 +138,7 @@ def _uvicorn_config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
         ssl_cert_reqs=args.ssl_cert_reqs,
         ssl_ciphers=args.ssl_ciphers or "TLSv1.2",
     )
-    try:
-        config.load()
-    except ssl.SSLError as error:
-        raise ValueError(f"ssl_certfile and ssl_keyfile cannot be used: {error}") from None
+    config.load()
     return config
 
 

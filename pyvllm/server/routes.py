@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from pyvllm.async_llm import EngineDeadError
 from pyvllm.server.chat import Chat
 from pyvllm.server.completions import Completions
 from pyvllm.server.errors import ApiError, bad_request, unavailable
+from pyvllm.server.live_view import snapshot_json
 from pyvllm.server.parsing import read_json
 from pyvllm.server.serving import Serving
 from pyvllm.server.tasks import JSON_TYPE
@@ -90,7 +90,6 @@ class Routes:
             "permission": [],
         }
 
-
     async def snapshot(self, request: Request) -> Response:
         """The KV pool's blocks and the requests that hold them, and the queues; made anew a few times a second."""
         now = time.monotonic()
@@ -98,19 +97,12 @@ class Routes:
             self._snapshot_at = now
             self._snapshot = asyncio.ensure_future(self._take_snapshot())
         # Cancelling one reader must not take it from the others.
-        return Response(await asyncio.shield(self._snapshot), media_type=JSON_TYPE)
+        body = await asyncio.shield(self._snapshot)
+        return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
 
     async def _take_snapshot(self) -> bytes:
-        snapshot, stats = await self._serving.llm.snapshot(), self._serving.llm.stats()
-        numbers = {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
-        found = {
-            "stats": numbers,
-            "requests": [dataclasses.asdict(one) for one in snapshot.requests],
-            "ref_counts": snapshot.ref_counts.tolist(),
-            "owners": snapshot.owners.tolist(),
-            "cached": snapshot.cached.tolist(),
-        }
-        return orjson.dumps(found)
+        snapshot = await self._serving.llm.snapshot()
+        return snapshot_json(snapshot, self._serving.llm.stats(), time.monotonic())
 
 
 def _json(value: object) -> Response:

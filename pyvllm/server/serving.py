@@ -28,6 +28,8 @@ from pyvllm.tokenizer import Tokenizer
 
 NOTES_KEY: Final = "pyvllm.notes"
 """Where a request's notes are in its ASGI scope."""
+SEND_KEY: Final = "pyvllm.send"
+"""Where the server's own `send` is in an ASGI scope, if nothing around the routes may look at bodies."""
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_THREADS: Final = 4
 

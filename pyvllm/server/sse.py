@@ -129,7 +129,8 @@ class ChunkWriter:
         before = self._last_times.get(prompt)
         if before is None:
             self.cached_tokens += output.num_cached_tokens
-        elif tokens:
+            before, tokens = output.first_token_ts, tokens - 1
+        if tokens > 0:
             self.metrics.inter_token.observe_many((now - before) / tokens, tokens)
         self._last_times[prompt] = now
 

@@ -10,9 +10,11 @@ use crate::detokenizer::StopStrings;
 use crate::error::Result;
 use crate::limits::in_use;
 use crate::output::{LogprobTable, Timing};
+use crate::processor::Processor;
 use crate::request::{SamplingParams, top_count};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Group, History, Request, Sequence, State};
+use crate::stop_regex::StopRegexes;
 
 /// What comes with a request besides its tokens and parameters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +28,9 @@ pub struct RequestOptions {
     pub cache_salt: Option<String>,
     /// Identity of the adapter's weights; 0 is the base model.
     pub adapter_id: u64,
+    /// Changes its logits, where the engine runs; does not travel.
+    #[serde(skip)]
+    pub processor: Option<Processor>,
 }
 
 impl Scheduler {
@@ -40,6 +45,7 @@ impl Scheduler {
         if self.by_id.contains_key(request_id) {
             return Err(in_use(request_id));
         }
+        let prompt = self.limits.truncate(prompt, &params);
         let max_output = self.limits.check(&prompt, &params)?;
         let request = self.make_request(request_id, prompt, params, options, max_output);
         let slot = self.free_slots.pop().unwrap_or_else(|| {
@@ -86,6 +92,7 @@ impl Scheduler {
             prompt_text: options.prompt.map(Into::into),
             prompt: prompt.into(),
             stops: StopStrings::new(&params.stop),
+            stop_regexes: if params.stop_regex.is_empty() { None } else { StopRegexes::new(&params.stop_regex).ok() },
             stop_tokens,
             max_output,
             row_params: params.row_params(vocab_size, num_candidates),
@@ -95,7 +102,10 @@ impl Scheduler {
             has_extras: params.has_penalties()
                 || params.min_tokens > 0
                 || !params.logit_bias.is_empty()
-                || params.allowed_token_ids.is_some(),
+                || params.allowed_token_ids.is_some()
+                || !params.bad_word_ids.is_empty(),
+            waits_for_host: options.processor.is_some() || params.bad_word_ids.iter().any(|word| word.len() > 1),
+            processor: options.processor,
             root_hash: self.blocks.root_hash(options.cache_salt.as_deref().unwrap_or(""), options.adapter_id),
             params,
         }

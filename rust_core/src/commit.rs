@@ -192,6 +192,23 @@ impl Scheduler {
         rows
     }
 
+    /// End a request that cannot go on, with what it has so far; `take_failed` tells of it. False if there is none.
+    pub fn fail(&mut self, request_id: &str, error: Error) -> bool {
+        let Some(mut group) = self.by_id.get(request_id).copied().and_then(|slot| self.remove(slot)) else {
+            return false;
+        };
+        for sequence in group.sequences.iter_mut().filter(|sequence| sequence.is_live()) {
+            sequence.history.fail();
+        }
+        self.failed.push(Output { error: Some(error), ..output(&mut group, true) });
+        true
+    }
+
+    /// The last outputs of requests that failed since the last time.
+    pub fn take_failed(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.failed)
+    }
+
     /// The output of a group with news; ends the group if all its sequences have ended.
     fn tell(&mut self, slot: u32) -> Option<Output> {
         let group = self.groups[slot as usize].as_deref_mut()?;
@@ -226,6 +243,7 @@ fn output(group: &mut Group, finished: bool) -> Output {
         prompt_token_ids: group.request.prompt.clone(),
         prompt_logprobs,
         completions: completions(group),
+        error: None,
         finished,
         num_cached_tokens: group.num_cached_tokens,
         num_preemptions: group.num_preemptions,

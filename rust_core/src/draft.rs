@@ -148,7 +148,7 @@ impl Draft {
         buffer[NUM_SCALARS..HEADER_LEN].copy_from_slice(&sections.words);
         flight.num_candidates = extras.num_candidates as usize;
         flight.table_width = (extras.max_logprobs + 1) as usize;
-        (StepPlan { step, buffer }, flight)
+        (StepPlan { step, buffer, processed: extras.processed }, flight)
     }
 
     /// The buffer with its header and all sections up to `block_table_offsets`, still zero, and room for the others.

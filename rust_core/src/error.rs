@@ -1,7 +1,9 @@
 //! The crate's one error type.
 
+use serde::{Deserialize, Serialize};
+
 /// What can go wrong at the crate's surface.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum Error {
     /// A field of a request or of the configuration is out of its range.
     #[error("{message}")]

@@ -85,6 +85,7 @@ impl FrontEnd {
         if self.numbers.contains_key(request_id) {
             return Err(in_use(request_id));
         }
+        let prompt = self.limits.truncate(prompt, &params);
         self.limits.check(&prompt, &params)?;
         let size = Queued { num_sequences: params.width(), num_tokens: prompt.len() };
         self.check_queue(size)?;
@@ -265,6 +266,7 @@ impl Entry {
             prompt_token_ids: Arc::default(),
             prompt_logprobs: None,
             completions,
+            error: None,
             finished: true,
             num_cached_tokens,
             num_preemptions,
@@ -276,6 +278,7 @@ impl Entry {
 /// Put what is new behind what is there.
 fn merge(output: &mut Output, news: Output) {
     output.finished = news.finished;
+    output.error = news.error;
     output.num_cached_tokens = news.num_cached_tokens;
     output.num_preemptions = news.num_preemptions;
     output.timing = news.timing;

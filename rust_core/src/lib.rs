@@ -19,6 +19,7 @@ pub mod limits;
 pub mod output;
 pub mod plan;
 mod pool;
+pub mod processor;
 #[cfg(feature = "python")]
 mod py;
 pub mod request;
@@ -27,6 +28,7 @@ pub mod schedule;
 pub mod scheduler;
 pub mod sequence;
 pub mod stats;
+pub mod stop_regex;
 pub mod wire;
 
 pub use scheduler::{Config, Scheduler};

@@ -45,6 +45,18 @@ impl EngineLimits {
         }
     }
 
+    /// The prompt as far as `truncate_prompt_tokens` leaves it: its end.
+    pub fn truncate(&self, mut prompt: Vec<u32>, params: &SamplingParams) -> Vec<u32> {
+        let least_output = params.min_tokens.max(1) as usize;
+        let most = match params.truncate_prompt_tokens {
+            None => return prompt,
+            Some(-1) => self.max_model_len.saturating_sub(least_output).max(1),
+            Some(most) => most.max(1) as usize,
+        };
+        prompt.drain(..prompt.len().saturating_sub(most));
+        prompt
+    }
+
     /// Everything that can be said against a request, whatever else is in the engine; returns the longest output it may
     /// have.
     pub fn check(&self, prompt: &[u32], params: &SamplingParams) -> Result<usize> {
@@ -79,23 +91,26 @@ impl EngineLimits {
             );
             return Err(Error::parameter("min_tokens", message));
         }
-        self.check_min_tokens(params)?;
+        self.check_tokens_left(params)?;
         let max_output = params.max_tokens.map_or(room, |max| room.min(max as usize));
         self.check_fits(prompt.len(), max_output, params)?;
         Ok(max_output)
     }
 
-    /// Whether a token is left to generate while those that end the text are masked.
-    fn check_min_tokens(&self, params: &SamplingParams) -> Result<()> {
-        if params.min_tokens == 0 {
-            return Ok(());
-        }
-        let banned: HashSet<u32> = self.stop_tokens(params).into_iter().map(|(id, _)| id).collect();
-        let left = match &params.allowed_token_ids {
+    /// Whether a token is left to generate beside those that are banned.
+    fn check_tokens_left(&self, params: &SamplingParams) -> Result<()> {
+        let bad: HashSet<u32> = params.bad_tokens().collect();
+        let left = |banned: &HashSet<u32>| match &params.allowed_token_ids {
             Some(allowed) => allowed.iter().any(|&id| !banned.contains(&(id as u32))),
             None => banned.len() < self.request.vocab_size,
         };
-        if left {
+        if !left(&bad) {
+            let message = "bad_words must leave a token that may be generated (allowed_token_ids), got words for all";
+            return Err(Error::parameter("bad_words", message));
+        }
+        let mut banned = bad;
+        banned.extend(self.stop_tokens(params).into_iter().map(|(id, _)| id));
+        if params.min_tokens == 0 || left(&banned) {
             return Ok(());
         }
         let message = format!(

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
+
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
@@ -13,6 +15,8 @@ pub enum FinishReason {
     Length,
     /// Dropped before its end.
     Abort,
+    /// The request failed, see [`Output::error`].
+    Error,
 }
 
 impl FinishReason {
@@ -22,6 +26,7 @@ impl FinishReason {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::Abort => "abort",
+            Self::Error => "error",
         }
     }
 }
@@ -141,6 +146,8 @@ pub struct Output {
     pub prompt_logprobs: Option<LogprobTable>,
     /// Sequences that advanced; all of them at the end.
     pub completions: Vec<Completion>,
+    /// Why the request failed, if it did.
+    pub error: Option<Error>,
     /// Whether the request has ended.
     pub finished: bool,
     /// Prompt tokens found in the prefix cache when the request was first scheduled.

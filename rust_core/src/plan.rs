@@ -39,6 +39,8 @@
 //! Sequences with one query token come first (`num_decodes` of them), longer queries after them. Inside a step the
 //! order is: swap out, swap in, copies, then KV writes, then attention.
 
+use crate::processor::ProcessedRow;
+
 /// First word of every plan: "PLAN" in ASCII.
 pub const MAGIC: i32 = 0x504c_414e;
 
@@ -170,6 +172,8 @@ pub struct StepPlan {
     pub step: u32,
     /// The words described at the head of this module.
     pub buffer: Vec<i32>,
+    /// Rows whose logits go through the host.
+    pub processed: Vec<ProcessedRow>,
 }
 
 impl StepPlan {

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::plan::{ROW_PARAMS, RowParam, flags};
+use crate::stop_regex::StopRegexes;
 
 /// Temperatures below this are greedy.
 pub const GREEDY_TEMPERATURE: f32 = 1e-5;
@@ -50,6 +51,10 @@ pub struct SamplingParams {
     pub seed: Option<i64>,
     pub stop: Vec<String>,
     pub stop_token_ids: Vec<i64>,
+    pub stop_regex: Vec<String>,
+    pub bad_words: Vec<String>,
+    /// Token ids of `bad_words`, each as it is and with a space before it: the tokenizer's work.
+    pub bad_word_ids: Vec<Vec<u32>>,
     pub include_stop_str_in_output: bool,
     pub ignore_eos: bool,
     pub max_tokens: Option<i64>,
@@ -58,6 +63,8 @@ pub struct SamplingParams {
     pub prompt_logprobs: Option<i64>,
     pub detokenize: bool,
     pub skip_special_tokens: bool,
+    pub spaces_between_special_tokens: bool,
+    pub truncate_prompt_tokens: Option<i64>,
     pub logit_bias: Vec<(i64, f64)>,
     pub allowed_token_ids: Option<Vec<i64>>,
     pub output_kind: OutputKind,
@@ -81,6 +88,9 @@ impl Default for SamplingParams {
             seed: None,
             stop: Vec::new(),
             stop_token_ids: Vec::new(),
+            stop_regex: Vec::new(),
+            bad_words: Vec::new(),
+            bad_word_ids: Vec::new(),
             include_stop_str_in_output: false,
             ignore_eos: false,
             max_tokens: Some(16),
@@ -89,6 +99,8 @@ impl Default for SamplingParams {
             prompt_logprobs: None,
             detokenize: true,
             skip_special_tokens: true,
+            spaces_between_special_tokens: true,
+            truncate_prompt_tokens: None,
             logit_bias: Vec::new(),
             allowed_token_ids: None,
             output_kind: OutputKind::Cumulative,
@@ -168,6 +180,13 @@ impl SamplingParams {
             }
         }
         self.validate_stops()?;
+        if self.bad_words.iter().any(String::is_empty) {
+            return Err(Error::parameter("bad_words", "bad_words must not hold an empty string"));
+        }
+        if let Some(most) = self.truncate_prompt_tokens {
+            let expected = "None, -1 (what the model's length allows) or an integer of at least 1";
+            check(most == -1 || most >= 1, "truncate_prompt_tokens", expected, most)?;
+        }
         for &(token, bias) in &self.logit_bias {
             check_float(&format!("logit_bias[{token}]"), bias, -100.0, 100.0)
                 .map_err(|error| Error::parameter("logit_bias", error.to_string()))?;
@@ -189,7 +208,14 @@ impl SamplingParams {
             let message = "stop needs text: stop strings cannot be used with detokenize=False (use stop_token_ids)";
             return Err(Error::parameter("stop", message));
         }
-        Ok(())
+        if self.stop_regex.is_empty() {
+            return Ok(());
+        }
+        if !self.detokenize {
+            let message = "stop_regex needs text: it cannot be used with detokenize=False (use stop_token_ids)";
+            return Err(Error::parameter("stop_regex", message));
+        }
+        StopRegexes::new(&self.stop_regex).map(|_| ())
     }
 
     fn validate_beam(&self) -> Result<()> {
@@ -241,6 +267,11 @@ impl SamplingParams {
         if !limits.has_vocabulary && !self.stop.is_empty() {
             return Err(Error::parameter("stop", "stop needs text, but the engine runs without a tokenizer"));
         }
+        if !limits.has_vocabulary && !self.stop_regex.is_empty() {
+            let message = "stop_regex needs text, but the engine runs without a tokenizer";
+            return Err(Error::parameter("stop_regex", message));
+        }
+        self.bad_word_ids.iter().flatten().try_for_each(|&id| in_vocab("bad_words", i64::from(id)))?;
         Ok(())
     }
 
@@ -294,6 +325,11 @@ impl SamplingParams {
     /// Whether tokens of the prompt are penalised too.
     pub fn has_repetition_penalty(&self) -> bool {
         (self.repetition_penalty - 1.0).abs() > 0.0
+    }
+
+    /// Ids that no position may have, whatever is before them.
+    pub fn bad_tokens(&self) -> impl Iterator<Item = u32> {
+        self.bad_word_ids.iter().filter(|word| word.len() == 1).map(|word| word[0])
     }
 
     fn counts_output(&self) -> bool {

@@ -1,7 +1,10 @@
 //! Logits rows: their sampling parameters, noise, and what only some of them need.
 
+use std::sync::Arc;
+
 use crate::draft::{Entry, Flight, RowRef};
 use crate::plan::{ROW_PARAMS, RowParam, flags};
+use crate::processor::ProcessedRow;
 use crate::sequence::{Group, Request, Sequence};
 
 /// Sections that only some rows need, and the scalars that rows add up to.
@@ -16,6 +19,7 @@ pub(crate) struct Extras {
     pub allowed_ids: Vec<i32>,
     pub banned: Vec<[i32; 2]>,
     pub prompt_rows: Vec<[i32; 3]>,
+    pub processed: Vec<ProcessedRow>,
     pub flags: i32,
     pub num_candidates: i32,
     pub max_logprobs: i32,
@@ -84,6 +88,15 @@ pub(crate) fn write_row(group: &mut Group, index: usize, row: i32, params: &mut 
     extras.flags |= request.flags;
     extras.num_candidates = extras.num_candidates.max(params[RowParam::NumCandidates as usize]);
     extras.max_logprobs = extras.max_logprobs.max(params[RowParam::NumLogprobs as usize]);
+    if let Some(processor) = &request.processor {
+        extras.processed.push(ProcessedRow {
+            row: row as usize,
+            processor: processor.clone(),
+            request_id: Arc::clone(&request.request_id),
+            prompt: Arc::clone(&request.prompt),
+            output: sequence.history.output.clone(),
+        });
+    }
     if request.has_extras {
         write_extras(request, sequence, pending > 0, position, row, extras);
     }
@@ -107,6 +120,13 @@ fn write_extras(request: &Request, sequence: &Sequence, pending: bool, position:
         extras.allowed_rows.push(row);
         extras.allowed_offsets.push(extras.allowed_ids.len() as i32);
         extras.allowed_ids.extend(allowed.iter().map(|&id| id as i32));
+    }
+    for word in &params.bad_word_ids {
+        if let Some((last, before)) = word.split_last()
+            && sequence.history.output.ends_with(before)
+        {
+            extras.banned.push([row, *last as i32]);
+        }
     }
     if position < params.min_tokens as usize {
         extras.banned.extend(request.stop_tokens.iter().map(|&(id, _)| [row, id as i32]));

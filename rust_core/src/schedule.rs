@@ -88,7 +88,8 @@ impl Scheduler {
         }
         let mut left = budget;
         for (i, sequence) in group.live() {
-            if sequence.is_complete(group.request.max_output) {
+            let must_wait = group.request.waits_for_host && sequence.in_flight > 0;
+            if must_wait || sequence.is_complete(group.request.max_output) {
                 continue;
             }
             let end = sequence.num_tokens(prompt_len) + usize::from(sequence.in_flight);

@@ -16,6 +16,7 @@ use crate::detokenizer::Vocabulary;
 use crate::draft::{Draft, Flight};
 use crate::error::{Error, Result};
 use crate::limits::EngineLimits;
+use crate::output::Output;
 use crate::sequence::{Group, Request, State};
 use crate::stats::{Counters, Queued, Stats};
 
@@ -48,6 +49,8 @@ pub struct Scheduler {
     pub(crate) draft: Draft,
     pub(crate) next_step: u32,
     pub(crate) counters: Counters,
+    /// Last outputs of requests that failed.
+    pub(crate) failed: Vec<Output>,
     pub(crate) by_id: HashMap<Arc<str>, u32>,
     pub(crate) free_slots: Vec<u32>,
     pub(crate) next_arrival: u64,
@@ -80,6 +83,7 @@ impl Scheduler {
             draft: Draft::default(),
             next_step: 0,
             counters: Counters::default(),
+            failed: Vec::new(),
             by_id: HashMap::new(),
             free_slots: Vec::new(),
             next_arrival: 0,
@@ -156,9 +160,9 @@ impl Scheduler {
         }
     }
 
-    /// Whether a request is alive.
+    /// Whether a request is alive, or has failed and nobody has been told.
     pub fn has_unfinished(&self) -> bool {
-        !self.by_id.is_empty()
+        !self.by_id.is_empty() || !self.failed.is_empty()
     }
 
     /// Live requests.

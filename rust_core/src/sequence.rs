@@ -12,7 +12,9 @@ use crate::block_manager::{BlockHash, BlockTable};
 use crate::detokenizer::{Detokenizer, StopStrings, Vocabulary};
 use crate::output::{FinishReason, LogprobTable, StopReason, Timing};
 use crate::plan::{ROW_PARAMS, RowParam};
+use crate::processor::Processor;
 use crate::request::SamplingParams;
+use crate::stop_regex::{RegexSearch, StopRegexes};
 
 /// What was asked; nothing here changes while the request runs.
 #[derive(Debug)]
@@ -31,6 +33,8 @@ pub struct Request {
     pub params: SamplingParams,
     /// `params.stop`, ready to search for.
     pub stops: StopStrings,
+    /// `params.stop_regex`, ready to search for.
+    pub stop_regexes: Option<StopRegexes>,
     /// Ids that end a sequence, and whether the end has a reason to report.
     pub stop_tokens: Vec<(u32, bool)>,
     /// Generated tokens at which a sequence ends: `max_tokens` or the room left in the model's length.
@@ -45,6 +49,11 @@ pub struct Request {
     pub prompt_counts: Vec<[i32; 2]>,
     /// Whether its rows may need one of the sections behind `copies` (but `prompt_rows`).
     pub has_extras: bool,
+    /// Whether its rows depend on the tokens before them in a way that only the host can tell: a sequence then waits
+    /// for its token in flight.
+    pub waits_for_host: bool,
+    /// See `RequestOptions::processor`.
+    pub processor: Option<Processor>,
     /// Start of the hash chain.
     pub root_hash: BlockHash,
 }
@@ -89,6 +98,7 @@ pub struct History {
     detokenizer: Option<Detokenizer>,
     /// Stop strings are looked for from this byte of the text on (behind `min_tokens`).
     stop_floor: usize,
+    regex_search: RegexSearch,
 }
 
 impl History {
@@ -122,9 +132,14 @@ impl History {
         }
         if let Some((id, reported)) = stop {
             self.end(FinishReason::Stop, reported.then_some(StopReason::Token(*id)));
-        } else if !self.ends_with_stop_string(new_from, request) && self.output.len() >= request.max_output {
+        } else if !self.ends_with_stop_text(new_from, request) && self.output.len() >= request.max_output {
             self.end(FinishReason::Length, None);
         }
+    }
+
+    /// End because of an error.
+    pub fn fail(&mut self) {
+        self.end(FinishReason::Error, None);
     }
 
     fn end(&mut self, reason: FinishReason, stop: Option<StopReason>) {
@@ -134,8 +149,9 @@ impl History {
         self.finish = Some((reason, stop));
     }
 
-    fn ends_with_stop_string(&mut self, new_from: usize, request: &Request) -> bool {
-        if request.stops.is_empty() {
+    fn ends_with_stop_text(&mut self, new_from: usize, request: &Request) -> bool {
+        let regexes = request.stop_regexes.as_ref();
+        if request.stops.is_empty() && regexes.is_none() {
             return false;
         }
         if self.output.len() <= request.params.min_tokens as usize {
@@ -143,22 +159,27 @@ impl History {
             return false;
         }
         let floor = self.stop_floor;
-        let Some((stop, found)) = request.stops.find(&self.text[floor..], new_from.max(floor) - floor) else {
-            return false;
-        };
+        let string = request.stops.find(&self.text[floor..], new_from.max(floor) - floor);
+        let string = string.map(|(stop, found)| (floor + found.start..floor + found.end, &request.params.stop[stop]));
+        let regex = regexes.and_then(|regexes| regexes.find(&mut self.regex_search, &self.text, floor));
+        let regex = regex.map(|(stop, found)| (found, &request.params.stop_regex[stop]));
+        // What ends first; of two that end together, the string.
+        let first = string.into_iter().chain(regex).min_by_key(|(found, _)| found.end);
+        let Some((found, stop)) = first else { return false };
         let end = if request.params.include_stop_str_in_output { found.end } else { found.start };
-        self.text.truncate(floor + end);
-        let reason = StopReason::Text(request.params.stop[stop].clone());
-        self.finish = Some((FinishReason::Stop, Some(reason)));
+        self.text.truncate(end);
+        self.finish = Some((FinishReason::Stop, Some(StopReason::Text(stop.clone()))));
         true
     }
 
-    /// Bytes of the text that can be shown: all at the end, before that all but the beginning of a stop string.
+    /// Bytes of the text that can be shown: all at the end, before that all but the beginning of what may stop it.
     pub fn visible_text(&self, request: &Request) -> &str {
-        if self.finish.is_some() || request.stops.is_empty() {
+        if self.finish.is_some() {
             return &self.text;
         }
-        &self.text[..self.text.len() - request.stops.held_back(&self.text[self.stop_floor..])]
+        let by_string =
+            if request.stops.is_empty() { 0 } else { request.stops.held_back(&self.text[self.stop_floor..]) };
+        &self.text[..self.text.len() - by_string.max(self.regex_search.held_back(self.text.len()))]
     }
 }
 

@@ -61,7 +61,9 @@ def test_a_layer_of_fused_kernels_equals_one_of_single_ones(m: int, activation: 
     inner = kernels.norm_gated(hidden, norm, gate_up, activation)
     expected_inner = plain.gated(gate_up(plain.norm(expected, norm)), activation)
     torch.testing.assert_close(inner, expected_inner, atol=3e-2, rtol=3e-2)
-    torch.testing.assert_close(kernels.norm_linear(hidden, norm, gate_up), gate_up(plain.norm(expected, norm)))
+    torch.testing.assert_close(
+        kernels.norm_linear(hidden, norm, gate_up), gate_up(plain.norm(expected, norm)), atol=3e-2, rtol=3e-2
+    )
     delta = kernels.linear_add(hidden, inner, down)
     assert (delta is None) == (m <= 16)
     torch.testing.assert_close(

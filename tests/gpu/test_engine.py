@@ -56,7 +56,7 @@ def test_decode_steps_are_replayed(model: Path) -> None:
     with LLM(str(model), dtype="float32", max_num_seqs=8, max_model_len=256) as llm:
         runner: Any = engine_of(llm)._runner
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
-        assert (1, 0) in runner._graphs._recorded
+        assert (1, 0, 0) in runner._graphs._recorded
 
 
 def test_tokens_of_a_cpu_are_those_of_a_gpu(model: Path) -> None:

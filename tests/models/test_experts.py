@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from pyvllm.kernels import select
-from pyvllm.layers.moe import Experts, ExpertsSpec, all_experts, sorted_by_expert
+from pyvllm.layers.moe import Experts, ExpertsSpec, ExpertWeights, all_experts, sorted_by_expert
 from pyvllm.models import build_spec
 from tests.tiny_models import CPU, check_every_position, hf_logits, load, random_model, saved_state
 
@@ -48,6 +49,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe",
         {"num_local_experts": 5, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+                "rope_theta": 300.0,
+            },
+        },
+    ),
+    "gpt-oss-wide-heads": (
+        "gpt_oss",
+        {"num_local_experts": 4, "head_dim": 32, "sliding_window": 5, "num_key_value_heads": 1, "num_hidden_layers": 4},
+    ),
     "granite-moe-shared": ("granitemoeshared", {"num_local_experts": 4, "shared_intermediate_size": 40}),
 }
 
@@ -69,21 +91,28 @@ def test_a_clip_after_norms_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_forms_agree_and_some_experts_may_be_chosen_by_nobody(num_tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("biases", [False, True])
+def test_forms_agree_and_some_experts_may_be_chosen_by_nobody(
+    num_tokens: int, dtype: torch.dtype, biases: bool
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(num_tokens, 32, dtype=dtype)
     gate_up, down = torch.randn(7, 48, 32, dtype=dtype) / 6, torch.randn(7, 32, 24, dtype=dtype) / 5
     experts = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, 2)
     kernels = select(CPU, dtype)
+    bias = {"gate_up_bias": torch.randn(7, 48, dtype=dtype), "down_bias": torch.randn(7, 32, dtype=dtype)}
+    of = ExpertWeights(gate_up=gate_up, down=down, **(bias if biases else dict.fromkeys(bias)))
+    gate = partial(kernels.gated, activation="silu")
     expected = torch.zeros(num_tokens, 32, dtype=torch.float64)
     for row in range(num_tokens):
         for weight, expert in zip(weights[row].double(), experts[row].tolist(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[row].double()).chunk(2)
-            expected[row] += weight * (down[expert].double() @ (torch.nn.functional.silu(gate) * up))
+            inner, outer = (bias[name][expert].double() * biases for name in bias)
+            gates, values = (gate_up[expert].double() @ x[row].double() + inner).chunk(2)
+            expected[row] += weight * (down[expert].double() @ (torch.nn.functional.silu(gates) * values) + outer)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     for form in (sorted_by_expert, all_experts):
-        found = form(x, weights, experts, gate_up, down, "silu", kernels)
+        found = form(x, weights, experts, of, gate)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -95,4 +124,6 @@ def test_no_shape_depends_on_the_routing_until_weights_are_packed_for_a_cpu(dtyp
     experts = Experts(24, spec, activation="silu", dtype=dtype, device=torch.device("meta"))
     kernels = select(torch.device("meta"), dtype)
     experts.pack(kernels)
-    assert experts(torch.empty(5, 24, dtype=dtype, device="meta"), kernels).shape == (5, 24)
+    for num_tokens in (0, 5):
+        x = torch.empty(num_tokens, 24, dtype=dtype, device="meta")
+        assert experts(x, kernels).shape == x.shape

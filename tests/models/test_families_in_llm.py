@@ -85,10 +85,14 @@ FORMS = {
     "smollm3": one_file,
     "glm": sharded,
     "glm4": sharded_bin,
+    "starcoder2": one_file,
+    "cohere-plus": sharded,
+    "ministral": sharded_bin,
     "mixtral": sharded,
     "qwen2-moe": sharded_bin,
     "qwen3-moe": one_file,
     "olmoe": one_file,
+    "gpt-oss": sharded,
     "granite-moe-shared": sharded_bin,
 }
 OPTIONS: dict[str, Any] = {

@@ -17,6 +17,8 @@ from pyvllm.models import build_spec
 from tests.tiny_models import check_every_position, hf_logits, load, random_model
 
 State = dict[str, Tensor]
+Checkpoint = tuple[Any, dict[str, Any], State]
+"""An equivalent model of transformers, the family's config, and its tensors under the family's names."""
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -31,6 +33,11 @@ SIZES: dict[str, Any] = {
 def check(architecture: str, config: dict[str, Any], state: State, expected: Callable[[list[int]], Tensor]) -> None:
     spec = build_spec(config | {"architectures": [architecture]})
     check_every_position(load(spec, state, max_model_len=64), expected, block_size=4)
+
+
+def check_checkpoint(checkpoint: Checkpoint) -> None:
+    model, config, state = checkpoint
+    check(config["architectures"][0], config, state, lambda text: hf_logits(model, text))
 
 
 def renamed(state: State, names: dict[str, str]) -> State:
@@ -69,9 +76,8 @@ def test_internlm(bias: bool) -> None:
     check("InternLMForCausalLM", config, model.state_dict(), lambda text: hf_logits(model, text))
 
 
-@pytest.mark.parametrize(("kv_heads", "bias"), [(2, False), (1, False), (4, True)])
-def test_internlm2(kv_heads: int, bias: bool) -> None:
-    fields = SIZES | {"num_key_value_heads": kv_heads, "rope_theta": 100.0}
+def internlm2(*, kv_heads: int = 2, bias: bool = False, **fields: Any) -> Checkpoint:
+    fields = SIZES | {"num_key_value_heads": kv_heads, "rope_theta": 100.0} | fields
     model = random_model("llama", **fields, attention_bias=bias)
     names = {
         "embed_tokens": "tok_embeddings",
@@ -84,7 +90,12 @@ def test_internlm2(kv_heads: int, bias: bool) -> None:
         "lm_head": "output",
     }
     state = renamed(fused(model.state_dict(), QKV, "attention.wqkv", groups=kv_heads), names)
-    check("InternLM2ForCausalLM", fields | {"bias": bias}, state, lambda text: hf_logits(model, text))
+    return model, fields | {"architectures": ["InternLM2ForCausalLM"], "bias": bias}, state
+
+
+@pytest.mark.parametrize(("kv_heads", "bias"), [(2, False), (1, False), (4, True)])
+def test_internlm2(kv_heads: int, bias: bool) -> None:
+    check_checkpoint(internlm2(kv_heads=kv_heads, bias=bias))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -108,8 +119,8 @@ def test_aquila(architecture: str) -> None:
     assert build_spec(fields | {"architectures": [architecture]}).norm.weight_in_float32
 
 
-def test_qwen1() -> None:
-    model = random_model("qwen2", **SIZES, num_key_value_heads=4, rope_theta=300.0)
+def qwen1(vocab_size: int = 97) -> Checkpoint:
+    model = random_model("qwen2", **(SIZES | {"vocab_size": vocab_size}), num_key_value_heads=4, rope_theta=300.0)
     names = {
         "embed_tokens": "wte",
         "model.layers": "transformer.h",
@@ -124,12 +135,13 @@ def test_qwen1() -> None:
     }
     state = renamed(fused(model.state_dict(), QKV, "attn.c_attn"), names)
     config = {
+        "architectures": ["QWenLMHeadModel"],
         "hidden_size": 48,
         "intermediate_size": 160,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "kv_channels": 12,
-        "vocab_size": 97,
+        "vocab_size": vocab_size,
         "max_position_embeddings": 8192,
         "seq_length": 64,
         "layer_norm_epsilon": 1e-6,
@@ -140,17 +152,27 @@ def test_qwen1() -> None:
         "no_bias": True,
         "tie_word_embeddings": False,
     }
-    check("QWenLMHeadModel", config, state, lambda text: hf_logits(model, text))
-    assert build_spec(config | {"architectures": ["QWenLMHeadModel"]}).max_position_embeddings == 64
+    return model, config, state
+
+
+def test_qwen1() -> None:
+    model, config, state = qwen1()
+    check_checkpoint((model, config, state))
+    assert build_spec(config).max_position_embeddings == 64
 
 
 # --- Baichuan ---------------------------------------------------------------------------------------------------------
 
 
-def test_baichuan_7b() -> None:
-    model = random_model("llama", **SIZES)
+def baichuan_7b(vocab_size: int = 97) -> Checkpoint:
+    fields = SIZES | {"vocab_size": vocab_size}
+    model = random_model("llama", **fields)
     state = fused(model.state_dict(), QKV, "self_attn.W_pack")
-    check("BaiChuanForCausalLM", SIZES, state, lambda text: hf_logits(model, text))
+    return model, fields | {"architectures": ["BaiChuanForCausalLM"]}, state
+
+
+def test_baichuan_7b() -> None:
+    check_checkpoint(baichuan_7b())
 
 
 @pytest.mark.parametrize("heads", [4, 6])
@@ -200,12 +222,11 @@ def test_baichuan_2_has_a_head_of_unit_rows_and_tells_its_positions_by_its_size(
 # --- ChatGLM ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("groups", "bias"), [(2, True), (None, False)])
-def test_chatglm(groups: int | None, bias: bool) -> None:
+def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97) -> Checkpoint:
     kv_heads = groups or 4
     model = random_model(
         "glm",
-        **(SIZES | {"rms_norm_eps": 1e-5}),
+        **(SIZES | {"rms_norm_eps": 1e-5, "vocab_size": vocab_size}),
         num_key_value_heads=kv_heads,
         head_dim=16,
         attention_bias=bias,
@@ -224,8 +245,9 @@ def test_chatglm(groups: int | None, bias: bool) -> None:
     state = renamed(fused(model.state_dict(), QKV, "self_attention.query_key_value"), names)
     state["transformer.rotary_pos_emb.inv_freq"] = torch.zeros(4)
     config = {
+        "architectures": ["ChatGLMModel"],
         "num_layers": 2,
-        "padded_vocab_size": 97,
+        "padded_vocab_size": vocab_size,
         "hidden_size": 48,
         "ffn_hidden_size": 80,
         "kv_channels": 16,
@@ -242,9 +264,12 @@ def test_chatglm(groups: int | None, bias: bool) -> None:
         "rope_ratio": 2,
         "tie_word_embeddings": False,
     }
-    check("ChatGLMModel", config, state, lambda text: hf_logits(model, text))
-    with pytest.raises(ValueError, match="add_bias_linear is True, supported: false"):
-        build_spec(config | {"architectures": ["ChatGLMModel"], "add_bias_linear": True})
+    return model, config, state
+
+
+@pytest.mark.parametrize(("groups", "bias"), [(2, True), (None, False)])
+def test_chatglm(groups: int | None, bias: bool) -> None:
+    check_checkpoint(chatglm(groups=groups, bias=bias))
 
 
 # --- other spellings --------------------------------------------------------------------------------------------------

@@ -120,6 +120,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "glm-no-bias": ("glm", {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2-no-bias": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere-plus": ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "ministral": (
+        "ministral",
+        {
+            "sliding_window": 6,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral-all-windows": ("ministral", {"sliding_window": 6, "head_dim": 8}),
     "glm4": ("glm4", {"head_dim": 16}),
 }
 
@@ -150,3 +163,33 @@ def test_longrope_of_long_texts(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(found), hf_logits(model, text), atol=1e-4, rtol=1e-5)
     short = Paged(load(spec, state, max_model_len=32), block_size=4).step({0: text[:32]})[0]
     torch.testing.assert_close(short, hf_logits(model, text[:32]), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "thetas", "kinds"),
+    [
+        ("Gemma3ForCausalLM", {"num_hidden_layers": 6}, (1e6, 1e4), ("default", "default")),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_theta": 5e5, "rope_local_base_freq": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            (5e5, 7.0),
+            ("linear", "default"),
+        ),
+        ("Olmo3ForCausalLM", {}, (5e5, 5e5), ("default", "default")),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}},
+            (5e5, 5e5),
+            ("yarn", "default"),
+        ),
+    ],
+)
+def test_old_spelling_of_positions_by_kind_of_layer(
+    architecture: str, fields: dict[str, Any], thetas: tuple[float, float], kinds: tuple[str, str]
+) -> None:
+    """Of layers without and with a window."""
+    spec = build_spec(SIZES | {"architectures": [architecture], "num_hidden_layers": 12} | fields)
+    for window, rope in zip(spec.windows, spec.ropes, strict=True):
+        assert rope is not None
+        assert (rope.theta, rope.rope_type) == (thetas[window is not None], kinds[window is not None])
+    assert {window is None for window in spec.windows} == {True, False}

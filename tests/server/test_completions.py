@@ -216,7 +216,8 @@ def test_context_length_is_said_with_its_numbers(server: Served) -> None:
 
 
 def test_null_is_as_if_not_given(server: Served) -> None:
-    schema = server.http().get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
+    with server.http() as http:
+        schema = http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
     nulls = dict.fromkeys(schema["properties"]) | GREEDY | {"prompt": "Hello"}
     response = server.post("/v1/completions", nulls)
     assert response.status_code == 200, response.text

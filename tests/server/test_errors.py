@@ -148,7 +148,7 @@ def test_large_heads_are_refused(server: Served) -> None:
     for size in (70_000, 2**20):
         with server.http() as http:
             assert_error(http.get("/health", headers={"X-Long": "x" * size}), 431, None)
-            assert_error(http.get("/health?" + "x" * size), 431, None)
+            assert_error(http.get("/health?" + "x" * 65_000, headers={"X-Long": "x" * 600}), 431, None)
             assert_error(http.get("/health", headers={f"X-{i}": "x" * 600 for i in range(size // 600)}), 431, None)
             assert http.get("/health").status_code == 200
 

@@ -10,12 +10,14 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -193,10 +195,64 @@ class Kernel:
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
 
+def load(variant: Variant, device_index: int) -> Launchable:
+    """The kernel. Must have been called before a graph that launches it is captured.
+
+    Inside `compile_ahead` it is only noted, and launching it does nothing.
+    """
+    noted = _noted.get()
+    if noted is None:
+        return _loaded(variant, device_index)
+    noted.add(variant)
+    return _NotLaunched()
+
+
 @cache
-def load(variant: Variant, device_index: int) -> Kernel:
-    """The kernel, once a process. Must have been called before a graph that launches it is captured."""
+def _loaded(variant: Variant, device_index: int) -> Kernel:
     return Kernel(variant, device_index)
+
+
+class Launchable(Protocol):
+    """What `load` gives."""
+
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int = 0,
+        overlap: bool = True,
+    ) -> None:
+        """See `Kernel.launch`."""
+
+
+class _NotLaunched:
+    def launch(
+        self,
+        args: Sequence[Argument],
+        *,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int = 0,
+        overlap: bool = True,
+    ) -> None:
+        pass
+
+
+_noted: ContextVar[set[Variant] | None] = ContextVar("_noted", default=None)
+
+
+@contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Kernels that are loaded inside do not run: they are compiled at the end, side by side, into the cache."""
+    noted: set[Variant] = set()
+    token = _noted.set(noted)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+    compile_all(noted)
 
 
 def _packed(arg: Argument) -> tuple[Any, Any]:

@@ -153,7 +153,8 @@ def cascade_constants(constants: Constants, dtype: torch.dtype, members: int, co
     rows = rows if dtype != torch.float32 else min(rows, _FLOAT32_ROWS)
     others = ("ROWS", "PARTIAL_ROWS", "AT_ONCE", "SHARED_AT_ONCE", "WINDOW")
     common = {name: value for name, value in constants.items() if name not in others}
-    return {**common, "ROWS": rows, "HEADS": min(group, rows)}
+    # Of a very large group only a part of the heads, so that there are rows of several sequences.
+    return {**common, "ROWS": rows, "HEADS": min(group, max(rows // 4, _MIN_ROWS))}
 
 
 def cascade_warps(constants: Constants) -> int:
@@ -174,7 +175,7 @@ def cascade_items_constants(constants: Constants, target: int, num_seqs: int, co
 
 
 def _plan_block(num_seqs: int) -> int:
-    return min(max(triton.next_power_of_2(num_seqs), 128), PLAN_BLOCK)
+    return min(max(1 << (num_seqs - 1).bit_length(), 128), PLAN_BLOCK)
 
 
 def _common_constants(attention: Attention, kv_layer: Tensor, tile_bytes: int, max_tile: int) -> Constants:

@@ -133,6 +133,40 @@ def _repeat_rows(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
         )
 
 
+@triton.jit
+def _shared_results(
+    shared_stats: tl.tensor,
+    shared_outputs: tl.tensor,
+    shared: tl.tensor,
+    kv_head: tl.tensor,
+    first_member: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What `accumulate` goes on from, of ROWS heads of a group from `first_member` on: the partial results of a cascade
+    that `shared`, the last word of an item, stands for. Rows behind the group's heads have no meaning.
+    """
+    first_head = kv_head * GROUP + first_member
+    row_max, row_sum, output = _combine(
+        shared_stats + 2 * first_head,
+        shared_outputs + first_head * HEAD_DIM,
+        shared // MAX_SHARED_SLOTS,
+        shared % MAX_SHARED_SLOTS,
+        NUM_KV_HEADS * GROUP,
+        GROUP - first_member,
+        PARTIAL_ROWS,
+        HEAD_DIM,
+        HEAD_PAD,
+        AT_ONCE,
+    )
+    return _repeat_rows(row_max, ROWS), _repeat_rows(row_sum, ROWS), _repeat_rows(output, ROWS)
+
+
 @triton.jit(do_not_specialize_on_alignment=["block_table_ids", "items", "num_items", "counters"])
 def decode_kernel(
     query: tl.tensor,
@@ -205,24 +239,20 @@ def decode_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     if SHARED_AT_ONCE > 0:
-        shared = tl.load(item + 7)
-        first_member = (head_tile % GROUP_TILES) * ROWS
-        first_head = kv_head * GROUP + first_member
-        shared_max, shared_sum, shared_result = _combine(
-            shared_stats + 2 * first_head,
-            shared_outputs + first_head * HEAD_DIM,
-            shared // MAX_SHARED_SLOTS,
-            shared % MAX_SHARED_SLOTS,
-            NUM_KV_HEADS * GROUP,
-            GROUP - first_member,
-            PARTIAL_ROWS,
+        row_max, row_sum, result = _shared_results(
+            shared_stats,
+            shared_outputs,
+            tl.load(item + 7),
+            kv_head,
+            (head_tile % GROUP_TILES) * ROWS,
+            NUM_KV_HEADS,
+            GROUP,
             HEAD_DIM,
             HEAD_PAD,
+            ROWS,
+            PARTIAL_ROWS,
             SHARED_AT_ONCE,
         )
-        row_max = _repeat_rows(shared_max, ROWS)
-        row_sum = _repeat_rows(shared_sum, ROWS)
-        result = _repeat_rows(shared_result, ROWS)
     row_max, row_sum, result = _attend(
         row_max,
         row_sum,

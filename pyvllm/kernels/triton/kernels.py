@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from pyvllm.kernels.plain import Heads, Norm, RopeTables
 from pyvllm.kernels.plain_sampling import LogprobRows
 from pyvllm.kernels.triton import activation as elementwise
 from pyvllm.kernels.triton import attention as paged
-from pyvllm.kernels.triton import blocks, embed, norm, sampling, sampling_logprobs
+from pyvllm.kernels.triton import blocks, compiling, embed, norm, sampling, sampling_logprobs, sampling_penalties
 from pyvllm.kernels.triton import heads as head_kernels
 from pyvllm.kernels.triton.attention import AttentionPlan
 from pyvllm.step import Flags, StepView
@@ -21,6 +22,15 @@ class TritonKernels(Kernels[AttentionPlan]):
     """See the package. Decode steps of a padded size may be captured in a CUDA graph."""
 
     name = "triton"
+    cascades = True
+
+    def compile_ahead(self) -> AbstractContextManager[None]:
+        """See `Kernels.compile_ahead`."""
+        return compiling.compile_ahead()
+
+    def graph_kind(self, step: StepView) -> int:
+        """See `Kernels.graph_kind`."""
+        return paged.cascade_kind(step)
 
     def plan(self, step: StepView, attention: Attention, kv_layer: Tensor) -> AttentionPlan:
         """See `Kernels.plan`."""
@@ -69,6 +79,10 @@ class TritonKernels(Kernels[AttentionPlan]):
     def swap_blocks(self, source: Tensor, target: Tensor, pairs: Tensor) -> None:
         """See `Kernels.swap_blocks`."""
         blocks.swap_blocks(source, target, pairs)
+
+    def penalise_(self, values: Tensor, step: StepView, previous: Tensor | None) -> None:
+        """See `Kernels.penalise_`."""
+        sampling_penalties.penalise_(values, step, previous)
 
     def pick(self, values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
         """See `Kernels.pick`."""

@@ -20,10 +20,10 @@ from pyvllm.kernels.triton.sampling_search import (
     MAX_KEY,
     NEVER,
     SamplingConfig,
+    chance,
     gather_best,
     key_of,
     lanes,
-    log_exponential,
     middle_of,
     search,
     tally,
@@ -95,14 +95,14 @@ def is_filtered(params: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def noise_of(params: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """A row's noise for token `ids` int32."""
+def chances(scaled: tl.tensor, params: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """`chance` of a row's tokens `ids` int32."""
     key0 = tl.load(params + KEY_0).to(tl.uint32, bitcast=True)
     key1 = tl.load(params + KEY_1).to(tl.uint32, bitcast=True)
-    return log_exponential(key0, key1, ids.to(tl.uint32, bitcast=True))
+    return chance(scaled, key0, key1, ids.to(tl.uint32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_each"])
 def tiles_kernel(
     values: tl.tensor,
     row_params: tl.tensor,
@@ -121,8 +121,8 @@ def tiles_kernel(
 ) -> None:
     """Grid: (cdiv(num_tiles, tiles_each), rows). What `finish_kernel` and `filtered_kernel` need of each tile.
 
-    `tile_best`: the greatest value. Greedy rows: `tile_ids`: its id. Drawn rows: `tile_score` and `tile_ids` of the
-    tile's draw, the scores being relative to `tile_best`. Filtered rows: `tile_score`: mass relative to `tile_best`.
+    `tile_best`: the greatest value. Greedy rows: `tile_ids`: its id. Drawn rows: `tile_score` and `tile_ids`: the
+    greatest chance relative to `tile_best`, and whose. Filtered rows: `tile_score`: mass relative to `tile_best`.
     """
     row = tl.program_id(1).to(tl.int64)
     params = row_params + row * FIELDS
@@ -145,9 +145,9 @@ def tiles_kernel(
                     tl.store(group_best + place, group)
                     whole = False
             if whole:
-                noisy = scaled - noise_of(params, ids)
-                score = tl.max(noisy, axis=0)
-                wins = noisy == score
+                drawn = chances(scaled, params, ids)
+                score = tl.max(drawn, axis=0)
+                wins = drawn == score
         tl.store(tile_best + row * num_tiles + tile, best)
         tl.store(tile_score + row * num_tiles + tile, score)
         tl.store(tile_ids + row * num_tiles + tile, tl.min(tl.where(wins, ids, vocab_size - 1), axis=0))
@@ -178,7 +178,7 @@ def finish_kernel(
         rate = rate_of(params)
         if rate > 0:
             relative = lanes(tile_score + row * num_tiles, 0, num_tiles, TILES_PAD)
-            score = tl.where(best_of_tile > NEVER, relative + (best_of_tile - best) * rate, NEVER)
+            score = tl.where(best_of_tile > NEVER, relative * tl.exp((best_of_tile - best) * rate), 0.0)
         if FILTERED:
             elsewhere = is_filtered(params)
     if not elsewhere:
@@ -266,10 +266,10 @@ def holds_all_survivors(
 ) -> tl.tensor:
     """Whether all tokens that pass a row's filters are among those above `bound`, all of them gathered."""
     top_k, min_p = tl.load(params + TOP_K), float_field(params, MIN_P)
-    count, _, mass = tally(gathered, size, bound, best, rate, BLOCK)
-    by_count = (top_k > 0) & (count >= top_k)
+    _, mass = tally(gathered, size, bound, best, rate, BLOCK)
+    by_count = (top_k > 0) & (size >= top_k)
     by_floor = (min_p > 0) & (least > key_of(bound))
-    by_mass = (top_k == 0) & (min_p == 0) & (mass >= float_field(params, TOP_P) * total) & (count > 0)
+    by_mass = (top_k == 0) & (min_p == 0) & (mass >= float_field(params, TOP_P) * total) & (size > 0)
     return (bound == NEVER) | by_count | by_floor | by_mass
 
 
@@ -299,12 +299,12 @@ def sift(
     last_id = vocab_size - 1
     if top_p < 1:
         if (top_k > 0) | (float_field(params, MIN_P) > 0):
-            _, ties, above = tally(values, size, value_of(cut), best, rate, BLOCK)
+            ties, above = tally(values, size, value_of(cut), best, rate, BLOCK)
             total = above + ties * tl.exp((value_of(cut) - best) * rate)
         target = top_p * total
         low = tl.maximum(cut, key_of(best - MASSLESS / rate))
         cut = search(values, size, low, high, target, best, rate, BLOCK)
-        _, ties, above = tally(values, size, value_of(cut), best, rate, BLOCK)
+        ties, above = tally(values, size, value_of(cut), best, rate, BLOCK)
         each = tl.exp((value_of(cut) - best) * rate)
         kept = tl.maximum(tl.where(each > 0, tl.ceil((target - above) / each), ties), 1.0)
         if kept < ties:
@@ -363,14 +363,14 @@ def draw(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The token with the greatest score among those above `cut`, and those at it up to `last_id`."""
-    best_score = tl.full([BLOCK], NEVER, tl.float32)
+    """The token with the greatest chance among those above `cut`, and those at it up to `last_id`."""
+    best_score = tl.zeros([BLOCK], tl.float32)
     best_id = tl.full([BLOCK], MAX_KEY, tl.int32)
     for start in tl.range(0, size, BLOCK, num_stages=3):
         value = lanes(values, start, size, BLOCK)
         token = token_ids(ids, start, size, GATHERED, BLOCK)
         survives = (value > cut) | ((value == cut) & (token <= last_id))
-        score = tl.where(survives, (value - best) * rate - noise_of(params, token), NEVER)
+        score = tl.where(survives, chances((value - best) * rate, params, token), 0.0)
         better = score > best_score
         best_score = tl.where(better, score, best_score)
         best_id = tl.where(better, token, best_id)

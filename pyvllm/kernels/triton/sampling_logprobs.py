@@ -23,7 +23,6 @@ from pyvllm.kernels.triton.sampling_search import (
     gather_best,
     key_of,
     lanes,
-    tally,
     tiles_each,
     value_of,
 )
@@ -95,7 +94,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_each"])
 def summary_kernel(
     values: tl.tensor,
     tokens: tl.tensor,
@@ -134,7 +133,7 @@ def summary_kernel(
             tl.store(group_best + at * (TILE // GROUP) + tl.arange(0, TILE // GROUP), group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def table_kernel(
     values: tl.tensor,
     tokens: tl.tensor,
@@ -185,12 +184,11 @@ def table_kernel(
     if is_wanted & (count > 0):
         gathered += row * WIDTH * GROUP
         gathered_ids += row * WIDTH * GROUP
-        size, bound = gather_best(
+        size, _ = gather_best(
             values, vocab_size, group_best + row * num_groups, num_groups, best, groups + row * WIDTH,
             gathered, gathered_ids, GROUP, WIDTH, BLOCK,
         )  # fmt: skip
-        number, _, _ = tally(gathered, size, bound, best, 0.0, BLOCK)
-        if number >= count:
+        if size >= count:
             take_out(gathered, gathered_ids, size, out_values, out_ids, count, shift, log_sum, True, BLOCK)
         else:
             take_out(values, gathered_ids, vocab_size, out_values, out_ids, count, shift, log_sum, False, BLOCK)

@@ -57,8 +57,11 @@ def value_of(key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def log_exponential(key0: tl.tensor, key1: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """The noise that `pyvllm/noise.py` specifies, `log_exponential` there: float32. Keys and ids are uint32."""
+def chance(scaled: tl.tensor, key0: tl.tensor, key1: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """exp(scaled) / E, which is greatest where `scaled - log(E)` is, with E as `pyvllm/noise.py` specifies it.
+
+    `scaled`: at most 0; where it is so low that the result is 0, no E could win. Keys and ids are uint32.
+    """
     x = ids * 0x9E3779B1 + key0
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -68,7 +71,7 @@ def log_exponential(key0: tl.tensor, key1: tl.tensor, ids: tl.tensor) -> tl.tens
     x ^= x >> 16
     v = tl.minimum(x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
     u = 1.0 - tl.maximum(v, 2.384185791015625e-07)
-    return tl.log(v * (tl.log(u) / (u - 1.0)))
+    return tl.exp(scaled) * (u - 1.0) / (v * tl.log(u))
 
 
 @triton.jit
@@ -159,11 +162,11 @@ def gather_best(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Gather all of a row's values above a bound that leaves fewer than `WIDTH` groups of them; returns size and bound.
+    """Gather all of a row's values above a bound that leaves fewer than `WIDTH` groups; how many, and the bound.
 
     `group_best` [num_groups]: each group's greatest value; `best`: the row's. `gathered` and `gathered_ids`
-    [WIDTH * GROUP], of which the first `size` are written: values in any order, -inf in their gaps. `groups` [WIDTH]:
-    scratch. The bound is -inf if all groups fit.
+    [WIDTH * GROUP]: the values and their tokens, in order of these. `groups` [WIDTH]: scratch. The bound is -inf if all
+    groups fit.
     """
     bound = tl.full([], NEVER, tl.float32)
     if num_groups > WIDTH:
@@ -176,13 +179,17 @@ def gather_best(
         tl.store(groups + place, start + tl.arange(0, BLOCK), mask=takes != 0)
         found += tl.sum(takes, axis=0)
     tl.debug_barrier()
-    size = found * GROUP
-    for start in range(0, size, BLOCK):
+    size = 0
+    for start in range(0, found * GROUP, BLOCK):
         slot = start + tl.arange(0, BLOCK)
-        token = tl.load(groups + slot // GROUP, mask=slot < size, other=0) * GROUP + slot % GROUP
-        value = tl.load(values + token, mask=(slot < size) & (token < vocab_size), other=NEVER).to(tl.float32)
-        tl.store(gathered + slot, tl.where(value > bound, value, NEVER), mask=slot < size)
-        tl.store(gathered_ids + slot, token, mask=slot < size)
+        token = tl.load(groups + slot // GROUP, mask=slot < found * GROUP, other=0) * GROUP + slot % GROUP
+        inside = (slot < found * GROUP) & (token < vocab_size)
+        value = tl.load(values + token, mask=inside, other=NEVER).to(tl.float32)
+        keeps = (value > bound).to(tl.int32)
+        place = size + tl.cumsum(keeps, axis=0) - 1
+        tl.store(gathered + place, value, mask=keeps != 0)
+        tl.store(gathered_ids + place, token, mask=keeps != 0)
+        size += tl.sum(keeps, axis=0)
     tl.debug_barrier()
     return size, bound
 
@@ -190,17 +197,15 @@ def gather_best(
 @triton.jit
 def tally(
     values: tl.tensor, size: tl.tensor, value: tl.tensor, best: tl.tensor, rate: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of `values[:size]`: how many are above `value`, how many are equal to it, the mass of those above.
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of `values[:size]`: how many are equal to `value`, and the mass of those above it.
 
-    The mass of a value is exp((value - best) * rate). Numbers are float32, exact up to 2^24.
+    The mass of a value is exp((value - best) * rate). The number is float32, exact up to 2^24.
     """
-    above = tl.zeros([BLOCK], tl.float32)
     equal = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, size, BLOCK, num_stages=3):
         other = lanes(values, start, size, BLOCK)
-        above += tl.where(other > value, 1.0, 0.0)
         equal += tl.where(other == value, 1.0, 0.0)
         mass += tl.where(other > value, tl.exp((other - best) * rate), 0.0)
-    return tl.sum(above, axis=0), tl.sum(equal, axis=0), tl.sum(mass, axis=0)
+    return tl.sum(equal, axis=0), tl.sum(mass, axis=0)

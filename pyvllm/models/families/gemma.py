@@ -15,7 +15,7 @@ from pyvllm.models.base import (
     base_spec,
     layer_windows,
     optional_window,
-    rope_of_kind,
+    ropes_by_window,
 )
 from pyvllm.models.config_fields import flag, integer, number
 from pyvllm.models.spec import ModelSpec
@@ -67,12 +67,8 @@ def gemma3(config: Mapping[str, Any]) -> ModelSpec:
     layers = integer(fields, "num_hidden_layers")
     pattern = integer(fields, "sliding_window_pattern", 6)
     windows = layer_windows(fields, layers, integer(fields, "sliding_window"), lambda layer: (layer + 1) % pattern != 0)
-    full = rope_of_kind(fields, "full_attention")
-    local = rope_of_kind(fields, "sliding_attention")
-    if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):
-        local = local | {"rope_theta": fields["rope_local_base_freq"], "rope_parameters": None, "rope_scaling": None}
-    spec = _gemma(full, names=dict(LLAMA_NAMES) | dict(HEAD_NORM_NAMES) | dict(_FOUR_NORMS), max_len=131072)
-    local_spec = _gemma(local, names=LLAMA_NAMES, max_len=131072)
+    names = dict(LLAMA_NAMES) | dict(HEAD_NORM_NAMES) | dict(_FOUR_NORMS)
+    spec = _gemma(fields, names=names, max_len=131072, rotary=False)
     return replace(
         spec,
         norms=("norm1", "norm2", "attention_out_norm", "mlp_out_norm"),
@@ -81,7 +77,7 @@ def gemma3(config: Mapping[str, Any]) -> ModelSpec:
         softcap=_cap(config, "attn_logit_softcapping"),
         logit_softcap=_cap(config, "final_logit_softcapping"),
         windows=windows,
-        ropes=tuple(spec.ropes[0] if window is None else local_spec.ropes[0] for window in windows),
+        ropes=ropes_by_window(fields, spec, windows, local={"rope_theta": fields["rope_local_base_freq"]}),
     )
 
 
@@ -104,6 +100,7 @@ def _gemma(
     *,
     names: Mapping[str, str] | tuple[tuple[str, str], ...],
     max_len: int = 8192,
+    rotary: bool = True,
 ) -> ModelSpec:
     if flag(config, "use_bidirectional_attention"):
         raise ValueError("config field use_bidirectional_attention is true, supported: false")
@@ -117,6 +114,7 @@ def _gemma(
         norm=norm,
         max_position_embeddings=max_len,
         activation="gelu_pytorch_tanh",
+        rotary=rotary,
         tied=True,
     )
     bias = flag(config, "attention_bias")

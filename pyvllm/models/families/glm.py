@@ -82,8 +82,7 @@ def glm4(config: Mapping[str, Any]) -> ModelSpec:
 
 def _glm(config: Mapping[str, Any], *, norm_names: Mapping[str, str]) -> ModelSpec:
     fields = {"num_key_value_heads": 2, "head_dim": 128} | dict(config)
-    if not fields.get("rope_parameters"):
-        fields = {"partial_rotary_factor": 0.5} | fields
+    fields = {"partial_rotary_factor": 0.5} | fields
     norm = rms_norm(config, eps=1.5625e-07)
     spec = base_spec(fields, norm=norm, max_position_embeddings=131072)
     width = spec.intermediate_size

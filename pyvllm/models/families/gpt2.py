@@ -111,8 +111,7 @@ def gptj(config: Mapping[str, Any]) -> ModelSpec:
 def gpt_neox(config: Mapping[str, Any]) -> ModelSpec:
     """Pythia, Dolly 2, RedPajama, StableLM-tuned-alpha: attention and MLP side by side, or one after the other."""
     fields = renamed(config, {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})
-    if not fields.get("rope_parameters"):
-        fields = {"partial_rotary_factor": 0.25} | fields
+    fields = {"partial_rotary_factor": 0.25} | fields
     fields |= {"num_key_value_heads": None, "head_dim": None}
     spec = base_spec(fields, norm=layer_norm(config, "layer_norm_eps"), activation="gelu")
     bias = flag(config, "attention_bias", True)

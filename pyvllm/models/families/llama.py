@@ -32,6 +32,14 @@ def mistral(config: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, windows=(window,) * spec.num_layers)
 
 
+def ministral(config: Mapping[str, Any]) -> ModelSpec:
+    """Ministral: a window in those layers that `layer_types` names, in all if that is absent."""
+    fields = {"num_key_value_heads": 8} | dict(config)
+    spec = base_spec(fields, max_position_embeddings=131072)
+    window = optional_window({"sliding_window": 4096} | dict(config))
+    return replace(spec, windows=layer_windows(config, spec.num_layers, window, lambda layer: True))
+
+
 def qwen2(config: Mapping[str, Any]) -> ModelSpec:
     """Qwen 2 and 2.5: biases of q, k and v; a window, if any, in the upper layers."""
     spec = base_spec({"num_key_value_heads": 32} | dict(config), max_position_embeddings=32768)
@@ -69,6 +77,7 @@ FAMILIES: Final = (
         make=llama,
     ),
     Family(name="Mistral", architectures=("MistralForCausalLM",), make=mistral),
+    Family(name="Ministral", architectures=("MinistralForCausalLM",), make=ministral),
     Family(name="Qwen 2, Qwen 2.5", architectures=("Qwen2ForCausalLM",), make=qwen2),
     Family(name="Qwen 3", architectures=("Qwen3ForCausalLM",), make=qwen3),
 )

@@ -17,7 +17,7 @@ from pyvllm.models.base import (
     layer_windows,
     optional_window,
     rms_norm,
-    rope_of_kind,
+    ropes_by_window,
 )
 from pyvllm.models.config_fields import flag, integer, number, renamed
 from pyvllm.models.families.qwen_moe import EXPERT_NAMES
@@ -37,11 +37,11 @@ def olmo(config: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, clip_qkv=clip, qkv_bias=bias, o_bias=bias)
 
 
-def olmo2(config: Mapping[str, Any]) -> ModelSpec:
+def olmo2(config: Mapping[str, Any], *, rotary: bool = True) -> ModelSpec:
     """OLMo 2: norms of what attention and MLP give instead of what they get; queries and keys are normed whole."""
     norm = rms_norm(config, eps=1e-5, weight_in_float32=True)
     names = {name: slot for name, slot in LLAMA_NAMES if "layernorm" not in name}
-    spec = base_spec(config, names=(*names.items(), *_OUT_NORMS.items(), *HEAD_NORM_NAMES), norm=norm)
+    spec = base_spec(config, names=(*names.items(), *_OUT_NORMS.items(), *HEAD_NORM_NAMES), norm=norm, rotary=rotary)
     bias = flag(config, "attention_bias")
     return replace(
         spec,
@@ -55,16 +55,10 @@ def olmo2(config: Mapping[str, Any]) -> ModelSpec:
 def olmo3(config: Mapping[str, Any]) -> ModelSpec:
     """OLMo 3: OLMo 2 with a window in three layers of four, where rotary positions are not scaled."""
     fields = {"sliding_window": 4096, "rope_theta": 500000.0} | dict(config)
-    full, local = (rope_of_kind(fields, kind) for kind in ("full_attention", "sliding_attention"))
-    spec = olmo2(full)
+    spec = olmo2(fields, rotary=False)
     window = optional_window(fields)
     windows = layer_windows(fields, spec.num_layers, window, lambda layer: (layer + 1) % 4 != 0)
-    if not isinstance((config.get("rope_parameters") or {}).get("sliding_attention"), Mapping):
-        local |= {"rope_scaling": None}
-    local_rope = olmo2(local).ropes[0]
-    return replace(
-        spec, windows=windows, ropes=tuple(spec.ropes[0] if window is None else local_rope for window in windows)
-    )
+    return replace(spec, windows=windows, ropes=ropes_by_window(fields, spec, windows, local={}))
 
 
 def olmoe(config: Mapping[str, Any]) -> ModelSpec:

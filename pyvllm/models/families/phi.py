@@ -16,8 +16,7 @@ from pyvllm.models.stored import Stored, fused_qkv
 def phi(config: Mapping[str, Any]) -> ModelSpec:
     """Phi 1, 1.5 and 2: attention and MLP side by side on one norm, biases everywhere."""
     fields = dict(config)
-    if not fields.get("rope_parameters"):
-        fields = {"partial_rotary_factor": 0.5} | fields
+    fields = {"partial_rotary_factor": 0.5} | fields
     spec = base_spec(fields, norm=layer_norm(config, "layer_norm_eps"), activation="gelu_new")
     return replace(
         spec,

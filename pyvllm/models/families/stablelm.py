@@ -21,8 +21,7 @@ _NAMES: Final = (
 def stablelm(config: Mapping[str, Any]) -> ModelSpec:
     """LLaMA with LayerNorms and partly rotated heads; the 12B norms each head by itself, beside a parallel MLP."""
     fields = renamed(config, {"rope_pct": "partial_rotary_factor", "norm_eps": "layer_norm_eps"})
-    if not fields.get("rope_parameters"):
-        fields = {"partial_rotary_factor": 0.25} | fields
+    fields = {"partial_rotary_factor": 0.25} | fields
     norm = layer_norm(fields, "layer_norm_eps")
     spec = base_spec(fields, names=_NAMES, norm=norm, max_position_embeddings=4096)
     parallel = flag(config, "use_parallel_residual")

@@ -10,6 +10,7 @@ use super::outputs::{Output, Stats};
 use super::{params, prompt_ids, to_py};
 use crate::admission::RequestOptions;
 use crate::front::{self, QueueLimits};
+use crate::request::SamplingParams;
 use crate::{block_map, wire};
 
 #[pyclass(frozen, module = "pyvllm._core")]
@@ -101,7 +102,8 @@ impl FrontEnd {
     }
 
     #[pyo3(signature = (
-        request_id, prompt_token_ids, params, *, prompt = None, priority = 0, cache_salt = None, adapter_id = 0
+        request_id, prompt_token_ids, params, *, prompt = None, priority = 0, cache_salt = None, adapter_id = 0,
+        bad_word_ids = vec![]
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn add<'py>(
@@ -113,13 +115,14 @@ impl FrontEnd {
         priority: i64,
         cache_salt: Option<String>,
         adapter_id: u64,
+        bad_word_ids: Vec<Vec<u32>>,
     ) -> PyResult<(u64, Bound<'py, PyBytes>)> {
         let py = slf.py();
         // Reading Python objects may run Python code: the front end is not held meanwhile.
         let vocab_size = slf.borrow().vocab_size;
         let ids = prompt_ids(prompt_token_ids, vocab_size)?;
-        let fields = params::extract(params)?;
-        let options = RequestOptions { prompt, priority, cache_salt, adapter_id };
+        let fields = SamplingParams { bad_word_ids, ..params::extract(params)? };
+        let options = RequestOptions { prompt, priority, cache_salt, adapter_id, processor: None };
         let added = slf.borrow_mut().front.add(request_id, ids, fields, options);
         let (number, message) = added.map_err(|error| to_py(py, error, Some(params)))?;
         Ok((number, PyBytes::new(py, &message)))

@@ -19,6 +19,8 @@ use crate::commit::Sampled;
 use crate::detokenizer;
 use crate::error::Error;
 use crate::plan;
+use crate::processor::{ProcessedRow, Processor};
+use crate::request::SamplingParams;
 use crate::scheduler::{self, Policy, PreemptionMode, RequestOptions};
 use crate::wire::{self, RequestMessage};
 use front::{BlockMap, FrontEnd, RequestState};
@@ -107,6 +109,7 @@ struct StepPlan {
     #[pyo3(get)]
     step: u32,
     buffer: Option<Vec<i32>>,
+    processed: Vec<ProcessedRow>,
 }
 
 #[pymethods]
@@ -115,6 +118,17 @@ impl StepPlan {
     fn buffer<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let buffer = self.buffer.take().ok_or_else(|| PyRuntimeError::new_err("the plan's buffer is taken"))?;
         Ok(buffer.into_pyarray(py))
+    }
+
+    /// (row, request id, processor, prompt, output) of each row that goes through the host.
+    #[getter]
+    #[allow(clippy::type_complexity)] // the tuple is what Python unpacks
+    fn processed_rows(&self, py: Python<'_>) -> Vec<(usize, String, Py<PyAny>, Vec<u32>, Vec<u32>)> {
+        let row = |row: &ProcessedRow| {
+            let processor = row.processor.0.downcast_ref::<Py<PyAny>>()?.clone_ref(py);
+            Some((row.row, row.request_id.to_string(), processor, row.prompt.to_vec(), row.output.clone()))
+        };
+        self.processed.iter().filter_map(row).collect()
     }
 }
 
@@ -213,7 +227,8 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (
-        request_id, prompt_token_ids, params, *, prompt = None, priority = 0, cache_salt = None, adapter_id = 0
+        request_id, prompt_token_ids, params, *, prompt = None, priority = 0, cache_salt = None, adapter_id = 0,
+        bad_word_ids = vec![], processor = None
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn add_request(
@@ -225,12 +240,15 @@ impl Scheduler {
         priority: i64,
         cache_salt: Option<String>,
         adapter_id: u64,
+        bad_word_ids: Vec<Vec<u32>>,
+        processor: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         // Reading Python objects may run Python code and let another thread in: the scheduler is not held meanwhile.
         let vocab_size = slf.borrow().0.config.vocab_size;
         let ids = prompt_ids(prompt_token_ids, vocab_size)?;
-        let fields = params::extract(params)?;
-        let options = RequestOptions { prompt, priority, cache_salt, adapter_id };
+        let fields = SamplingParams { bad_word_ids, ..params::extract(params)? };
+        let processor = processor.map(|processor| Processor(Arc::new(processor)));
+        let options = RequestOptions { prompt, priority, cache_salt, adapter_id, processor };
         let added = slf.borrow_mut().0.add_request(request_id, ids, fields, options);
         added.map_err(|error| to_py(slf.py(), error, Some(params)))
     }
@@ -255,8 +273,8 @@ impl Scheduler {
     }
 
     fn schedule(&mut self) -> Option<StepPlan> {
-        let plan::StepPlan { step, buffer } = self.0.schedule()?;
-        Some(StepPlan { step, buffer: Some(buffer) })
+        let plan::StepPlan { step, buffer, processed } = self.0.schedule()?;
+        Some(StepPlan { step, buffer: Some(buffer), processed })
     }
 
     #[pyo3(signature = (step, token_ids, logprobs, sample_table = None, prompt_table = None))]
@@ -278,6 +296,14 @@ impl Scheduler {
         };
         let outputs = self.0.commit(step, sampled).map_err(|error| to_py(py, error, None))?;
         Ok(outputs.into_iter().map(Output).collect())
+    }
+
+    fn fail(&mut self, request_id: &str, parameter: &str, message: &str) -> bool {
+        self.0.fail(request_id, Error::parameter(parameter, message))
+    }
+
+    fn take_failed(&mut self) -> Vec<Output> {
+        self.0.take_failed().into_iter().map(Output).collect()
     }
 
     fn has_unfinished(&self) -> bool {

@@ -5,6 +5,7 @@ use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2,
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use super::to_py;
 use crate::{output, stats};
 use std::sync::Arc;
 
@@ -132,6 +133,11 @@ impl Output {
     #[getter]
     fn completions(&self) -> Vec<Completion> {
         self.0.completions.iter().cloned().map(Completion).collect()
+    }
+
+    #[getter]
+    fn error(&self, py: Python<'_>) -> Option<PyErr> {
+        self.0.error.clone().map(|error| to_py(py, error, None))
     }
 
     #[getter]

@@ -64,12 +64,12 @@ impl<'py> Fields<'_, 'py> {
         ids.collect::<PyResult<_>>().map(Some)
     }
 
-    fn stop(&self) -> PyResult<Vec<String>> {
-        let Some(value) = self.get("stop")? else { return Ok(Vec::new()) };
+    fn strings(&self, name: &str) -> PyResult<Vec<String>> {
+        let Some(value) = self.get(name)? else { return Ok(Vec::new()) };
         if let Ok(text) = value.cast::<PyString>() {
             return Ok(vec![text.to_string()]);
         }
-        value.extract().map_err(|_| Self::wrong("stop", "a string or a list of strings, all of them Unicode", &value))
+        value.extract().map_err(|_| Self::wrong(name, "a string or a list of strings, all of them Unicode", &value))
     }
 
     fn logit_bias(&self) -> PyResult<Vec<(i64, f64)>> {
@@ -120,8 +120,11 @@ pub(super) fn extract(params: &Bound<'_, PyAny>) -> PyResult<SamplingParams> {
         top_k: fields.int("top_k")?.unwrap_or(default.top_k),
         min_p: fields.float("min_p")?.unwrap_or(default.min_p),
         seed: fields.int("seed")?,
-        stop: fields.stop()?,
+        stop: fields.strings("stop")?,
         stop_token_ids: fields.ids("stop_token_ids")?.unwrap_or_default(),
+        stop_regex: fields.strings("stop_regex")?,
+        bad_words: fields.strings("bad_words")?,
+        bad_word_ids: Vec::new(),
         include_stop_str_in_output: fields.bool("include_stop_str_in_output")?.unwrap_or_default(),
         ignore_eos: fields.bool("ignore_eos")?.unwrap_or_default(),
         max_tokens: fields.int("max_tokens")?,
@@ -130,6 +133,10 @@ pub(super) fn extract(params: &Bound<'_, PyAny>) -> PyResult<SamplingParams> {
         prompt_logprobs: fields.int("prompt_logprobs")?,
         detokenize: fields.bool("detokenize")?.unwrap_or(default.detokenize),
         skip_special_tokens: fields.bool("skip_special_tokens")?.unwrap_or(default.skip_special_tokens),
+        spaces_between_special_tokens: fields
+            .bool("spaces_between_special_tokens")?
+            .unwrap_or(default.spaces_between_special_tokens),
+        truncate_prompt_tokens: fields.int("truncate_prompt_tokens")?,
         logit_bias: fields.logit_bias()?,
         allowed_token_ids: fields.ids("allowed_token_ids")?,
         output_kind: fields.output_kind()?,

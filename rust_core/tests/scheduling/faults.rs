@@ -41,7 +41,7 @@ fn a_stale_cache_entry_is_caught() {
 
 #[test]
 fn publishing_uncomputed_blocks_is_caught() {
-    assert!(scenarios_until_caught(Some(Fault::PublishUncomputed), false, 1_000).is_some());
+    assert!(scenarios_until_caught(Some(Fault::PublishUncomputed), false, 5_000).is_some());
 }
 
 #[test]

@@ -1,0 +1,62 @@
+"""A request's own functions on its logits: found out how they are called, and called row by row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyvllm.sampling_params import LogitsProcessor
+
+Processor: TypeAlias = Callable[[list[int], list[int], Tensor], Tensor]
+"""All functions of a request as one: (prompt ids, generated ids, logits [V] float32) -> logits [V]."""
+ProcessedRow: TypeAlias = tuple[int, str, Processor, list[int], list[int]]
+"""As `_core.StepPlan.processed_rows` has them: row, request id, processor, prompt ids, generated ids."""
+
+
+def as_processor(functions: Sequence[LogitsProcessor]) -> Processor:
+    """The functions one after the other; those that take three arguments get the prompt first.
+
+    What it gives is checked: raises `TypeError` for what is no tensor and `ValueError` for one of another shape.
+    """
+    calls = [(function, _num_arguments(function) >= 3) for function in functions]
+
+    def process(prompt_ids: list[int], token_ids: list[int], logits: Tensor) -> Tensor:
+        shape = logits.shape
+        for function, wants_prompt in calls:
+            arguments = (prompt_ids, token_ids, logits) if wants_prompt else (token_ids, logits)
+            logits = function(*arguments)
+            if not isinstance(logits, Tensor):
+                raise TypeError(f"{function!r} gave {type(logits).__name__}, not a tensor")
+            if logits.shape != shape:
+                raise ValueError(f"{function!r} gave logits of shape {tuple(logits.shape)}, not {tuple(shape)}")
+        return logits
+
+    return process
+
+
+def _num_arguments(function: LogitsProcessor) -> int:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Some that are written in C do not say.
+        return 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in positional for parameter in parameters)
+
+
+def process_rows(logits: Tensor, rows: Sequence[ProcessedRow], vocab_size: int) -> tuple[Tensor, dict[str, Exception]]:
+    """`logits` [R, >= V] with some rows changed, [R, V] float32 on the same device, and what was raised, by request.
+
+    A row whose processor raises stays as it was. Waits for the device: each row passes through the host.
+    """
+    values = logits[:, :vocab_size].to(torch.float32, copy=True)
+    failures: dict[str, Exception] = {}
+    for row, request_id, processor, prompt_ids, token_ids in rows:
+        try:
+            values[row] = processor(prompt_ids, token_ids, values[row].cpu()).to(values)
+        except Exception as error:
+            failures[request_id] = error
+    return values, failures
