@@ -1,8 +1,8 @@
 """CUDA graphs: the launches of a step recorded once and replayed with one call.
 
 A graph reads its inputs where they were when it was recorded (`staging.py` and the runner's tensors keep their places)
-and is never needed for a correct result. Graphs are recorded when a kind of step comes up for the second time: the
-first time it runs as it is, which compiles and loads all that it needs.
+and is never needed for a correct result. A kind of step is recorded when it comes up for the first time, after it has
+run as it is, which compiles and loads all that it needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Graphs(Generic[OutputT]):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, OutputT]] = {}
-        self._seen: set[Hashable] = set()
 
     def run(self, kind: Hashable, compute: Callable[[], OutputT]) -> OutputT:
         """What `compute` does and returns; replayed if this kind of step was recorded.
@@ -41,10 +40,9 @@ class Graphs(Generic[OutputT]):
         """
         recorded = self._recorded.get(kind)
         if recorded is None:
-            if kind not in self._seen:
-                self._seen.add(kind)
-                return compute()
-            recorded = self._recorded[kind] = self._record(compute)
+            output = compute()
+            self._recorded[kind] = self._record(compute)
+            return output
         graph, output = recorded
         graph.replay()
         return output

@@ -19,8 +19,8 @@ from pyvllm.runner import Runner
 from pyvllm.sampling_params import SamplingParams
 from pyvllm.staging import staging_words
 
-_TRIAL_TOKENS: Final = 4
-"""Tokens that each trial request generates: steps that prefill, run for the first time, record a graph, replay it."""
+_TRIAL_TOKENS: Final = 3
+"""Tokens that each trial request generates: steps that prefill, record a graph, and replay it."""
 _SMALL_BATCHES: Final = range(1, 17)
 """Sizes with matrix products of their own."""
 _CASCADE_SIZES: Final = (4, 16)
@@ -185,7 +185,7 @@ def _run_trial(
                 if (plan := scheduler.schedule()) is not None:
                     runner.launch(plan.buffer)
     scheduler = make_scheduler(sizes)
-    for trial in trials + small:
+    for trial in [*trials, small[0], small[-1]]:
         _add_requests(scheduler, *trial)
         while (plan := scheduler.schedule()) is not None:
             launched = runner.launch(plan.buffer)

@@ -150,7 +150,7 @@ class Runner:
         offset, length = step.span("prompt_rows")
         max_top = int(buffer[offset : offset + length].reshape(-1, 3)[:, 2].max())
         chunks = []
-        targets = step.prompt_rows[:, 1]
+        targets = step.prompt_rows[:, 1].contiguous()
         for some, its_targets in zip(
             torch.split(hidden, _PROMPT_ROWS), torch.split(targets, _PROMPT_ROWS), strict=True
         ):

@@ -90,15 +90,17 @@ def build_sentencepiece(model: SentencePieceModel, names: Sequence[str]) -> Toke
 
 
 def _parse(data: bytes) -> SentencePieceModel:
-    pieces, scores, types = [], [], []
+    pieces: list[str] = []
+    scores: list[float] = []
+    types: list[int] = []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
     for field, value in _fields(data):
         if field == 1:
             piece = dict(_fields(_bytes(value)))
             pieces.append(_bytes(piece.get(1, b"")).decode())
-            scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
-            types.append(piece.get(3, 1))
+            scores.append(struct.unpack("<f", _bytes(piece[2]))[0] if 2 in piece else 0.0)
+            types.append(_number(piece.get(3, 1)))
         elif field == 2:
             trainer = dict(_fields(_bytes(value)))
         elif field == 3:
@@ -118,6 +120,12 @@ def _parse(data: bytes) -> SentencePieceModel:
 def _bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
         raise ValueError(f"a number where bytes belong: {value!r}")
+    return value
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"bytes where a number belongs: {value!r}")
     return value
 
 

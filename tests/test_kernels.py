@@ -205,10 +205,12 @@ def test_packed_linear_is_linear(kernels: AnyKernels, dtype: torch.dtype, bias: 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cpu_gets_the_fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_gets_its_fastest_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYVLLM_KERNELS", raising=False)
     assert select(CPU, torch.float32).name == "cpu"
-    assert select(torch.device("cuda"), torch.bfloat16).name == "reference"
+    assert select(torch.device("cuda"), torch.float32).name == "triton"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert select(torch.device("cuda"), torch.float32).name == "reference"
 
 
 def test_the_environment_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

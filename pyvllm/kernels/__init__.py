@@ -6,6 +6,7 @@ native CPU code) is one more line of `_TABLE` above those it is preferred to.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -68,10 +69,18 @@ def _triton() -> AnyKernels:
     return TritonKernels()
 
 
+def _against_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    return None
+
+
 # In order of preference.
 _TABLE: Final = {
     "cuda": _Entry(make=_cuda, devices=("cuda",), dtypes=(torch.bfloat16, torch.float16), reason_against=_against_cuda),
-    "triton": _Entry(make=_triton, devices=("cuda",), dtypes=_FLOATS),
+    "triton": _Entry(make=_triton, devices=("cuda",), dtypes=_FLOATS, reason_against=_against_triton),
     "cpu": _Entry(make=CpuKernels, devices=("cpu",), dtypes=_FLOATS),
     "reference": _Entry(make=ReferenceKernels, devices=None, dtypes=_FLOATS),
 }

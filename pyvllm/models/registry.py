@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from pyvllm.models.base import Family, MakeSpec
@@ -60,8 +61,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
 """All that come with pyvllm."""
 
 
+ENTRY_POINTS: Final = "pyvllm.models"
+"""Group of entry points of installed packages that add families: `Architecture = "module:function"`."""
+
+
 class Registry:
-    """Architecture -> what makes its specification from the contents of `config.json`."""
+    """Architecture -> what makes its specification from the contents of `config.json`.
+
+    First counts what was registered or comes with pyvllm, then the entry points of installed packages.
+    """
 
     def __init__(self, families: tuple[Family, ...]) -> None:
         self._makers: dict[str, MakeSpec | str] = {
@@ -82,7 +90,7 @@ class Registry:
 
     def get_supported_archs(self) -> list[str]:
         """The architectures that can be loaded."""
-        return list(self._makers)
+        return list(dict.fromkeys((*self._makers, *entry_points(group=ENTRY_POINTS).names)))
 
     def build_spec(self, config: Mapping[str, Any]) -> ModelSpec:
         """The specification of the model with these contents of `config.json`, in old or new spelling.
@@ -97,12 +105,17 @@ class Registry:
         if not isinstance(architectures, list):
             raise ValueError(f"config field architectures is {architectures!r}, must be a list of names")
         for architecture in architectures:
-            if isinstance(architecture, str) and architecture in self._makers:
-                return self._maker(architecture)(config)
-        raise ValueError(f"config field architectures is {architectures!r}, supported: {', '.join(self._makers)}")
+            make_spec = self._maker(architecture) if isinstance(architecture, str) else None
+            if make_spec is not None:
+                return make_spec(config)
+        supported = ", ".join(self.get_supported_archs())
+        raise ValueError(f"config field architectures is {architectures!r}, supported: {supported}")
 
-    def _maker(self, architecture: str) -> MakeSpec:
-        make_spec = self._makers[architecture]
+    def _maker(self, architecture: str) -> MakeSpec | None:
+        make_spec = self._makers.get(architecture)
+        if make_spec is None:
+            added = tuple(entry_points(group=ENTRY_POINTS, name=architecture))
+            return added[0].load() if added else None
         if not isinstance(make_spec, str):
             return make_spec
         module, _, name = make_spec.partition(":")

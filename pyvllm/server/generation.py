@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from pyvllm import _core
-from pyvllm.async_llm import OutputStream, QueueFullError
+from pyvllm.async_llm import EngineDeadError, EngineGenerateError, OutputStream, QueueFullError
 from pyvllm.sampling_params import ParameterError, SamplingParams
 from pyvllm.server.errors import as_api_error, bad_request, unavailable
 from pyvllm.server.prompts import ReadyPrompt
@@ -57,17 +57,18 @@ def submitted(serving: Serving, job: Job) -> Iterator[list[OutputStream]]:
     job.notes.prompt_tokens = job.num_prompt_tokens
     if serving.args.enable_log_requests:
         _log_request(serving, job)
-    metrics = serving.metrics.requests
     streams: list[OutputStream] = []
-    finished = False
+    reason = "abort"
     try:
         for prompt in job.prompts:
             streams.append(_submit(serving, job, prompt))
         yield streams
-        finished = True
+        job.notes.finished_prompts = len(streams)
+    except (EngineDeadError, EngineGenerateError):
+        reason = "error"
+        raise
     finally:
-        if not finished and streams:
-            metrics.finished["abort"] += len(streams)
+        serving.metrics.requests.finished[reason] += len(streams) - job.notes.finished_prompts
         for stream in streams:
             stream.close()
 

@@ -181,8 +181,10 @@ class Server(uvicorn.Server):
         serving, timeout = self._serving, self._serving.args.shutdown_timeout
         logger.info("shutting down: %d requests get %g s to finish", len(serving.open), timeout)
         with contextlib.suppress(EngineDeadError):
-            await serving.llm.drain(timeout)
-        await self._finish()
+            if await serving.llm.drain(timeout) and serving.open:
+                # All is made; what is left is to send it.
+                await asyncio.wait(serving.open, timeout=LAST_ANSWERS_S)
+        self._finish()
 
     async def _check_engine(self) -> None:
         try:
@@ -196,15 +198,12 @@ class Server(uvicorn.Server):
         """Answer all that is open with an error, and say 503 for as long as a load balancer needs to see it."""
         self._serving.llm.shutdown()
         await asyncio.sleep(DEAD_GRACE_S)
-        await self._finish()
+        self._finish()
 
-    async def _finish(self) -> None:
-        """End all that is open; its answers are still sent."""
-        serving = self._serving
-        serving.draining = True
-        if serving.open:
-            await asyncio.sleep(0)  # What has just come is written first.
-            serving.stop_open_requests()
+    def _finish(self) -> None:
+        """End all that is open; the errors that it is answered with are still sent."""
+        self._serving.draining = True
+        self._serving.stop_open_requests()
         self.should_exit = True
 
 

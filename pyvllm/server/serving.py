@@ -43,6 +43,7 @@ class Notes:
 
     request_id: str
     prompt_tokens: int | None = None
+    finished_prompts: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     client_gone: bool = False

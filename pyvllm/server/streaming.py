@@ -90,6 +90,7 @@ class StreamedAnswer(Response):
                 if data := writer.write(prompt, output):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 if output.finished:
+                    job.notes.finished_prompts += 1
                     size = len(job.prompts[prompt].token_ids)
                     self._serving.metrics.requests.finish(output, job.params, size, writer.tokens_of(prompt))
         await send({"type": "http.response.body", "body": writer.end(), "more_body": False})

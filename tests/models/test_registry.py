@@ -56,6 +56,21 @@ def test_a_family_is_a_function_or_the_name_of_one() -> None:
         build_spec(plain_config(architectures=["Mine"]))
 
 
+def test_a_package_adds_a_family_with_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "added-1.0.dist-info").mkdir()
+    (tmp_path / "added-1.0.dist-info" / "METADATA").write_text("Name: added\nVersion: 1.0\n", encoding="utf-8")
+    points = "[pyvllm.models]\nAddedModel = added_family:make\nLlamaForCausalLM = added_family:missing\n"
+    (tmp_path / "added-1.0.dist-info" / "entry_points.txt").write_text(points, encoding="utf-8")
+    (tmp_path / "added_family.py").write_text(
+        "from pyvllm.models import base_spec\ndef make(config): return base_spec(config)\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = plain_config(architectures=["AddedModel"])
+    assert build_spec(config).architecture == "AddedModel"
+    assert pyvllm.ModelRegistry.get_supported_archs()[-1] == "AddedModel"
+    assert build_spec(plain_config()) == llama(plain_config())  # what comes with pyvllm is not replaced
+
+
 @pytest.mark.parametrize(
     ("architecture", "make_spec", "message"),
     [

@@ -132,7 +132,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         return left == right
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    layer = ApiKeys(lambda *_: None, keys=KEYS, open_paths=())  # type: ignore[arg-type, return-value]
+    layer = ApiKeys(lambda *_: None, keys=KEYS, open_paths=())  # type: ignore[arg-type]
     scope = {"type": "http", "path": "/x", "method": "GET", "headers": [(b"authorization", b"Bearer key-one-5123")]}
     assert layer._may_pass(scope)
     assert compared == [key.encode() for key in KEYS], "all keys are compared, also after one that fits"

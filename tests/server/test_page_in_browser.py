@@ -9,9 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ pytest.importorskip("playwright.sync_api", reason="the package playwright drives
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from tests.server.conftest import Served, serve, wait_until
+from tests.conftest import TinyCheckpoint
+from tests.server.conftest import Served, is_idle, serve, wait_until
 
 KEY = "browser-key-77"
 MARKUP = "<img src=x onerror=alert(1)><b>&amp;</b>"
@@ -88,10 +88,39 @@ def tab(browser: Browser, server: Served, request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.fixture(scope="module")
-def keyed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tiny_llama, tmp_path_factory.mktemp("browser"), "--api-key", KEY) as served:
+def keyed(tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with a key, and a context so long that an answer does not end before it is looked at."""
+    model = tiny_checkpoint("llama", {"max_position_embeddings": 8192})
+    flags = ("--api-key", KEY, "--num-gpu-blocks-override", "1024")
+    with serve(model, tmp_path_factory.mktemp("browser"), *flags) as served:
         served.key = KEY
         yield served
+
+
+@pytest.fixture
+def long_answer(browser: Browser, keyed: Served) -> Iterator[Watched]:
+    """A tab in which a completion of thousands of tokens has begun."""
+    with browser.new_context() as context:
+        watched = _watch(context, keyed)
+        page = watched.page
+        page.fill("#key-input", KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#engine-state")).to_have_text("live")
+        # What the page does not offer, so that the answer does not end by itself.
+        page.route("**/v1/completions", _with_fields(ignore_eos=True))
+        page.click("text=Completion")
+        page.click("#settings summary")
+        page.fill("[name=max_tokens]", "8000")
+        page.fill("#prompt", "b " * 20)
+        page.press("#prompt", "Enter")
+        page.wait_for_selector("#output .token")
+        yield watched
+    wait_until(lambda: is_idle(keyed))
+    assert all("status of 401" in text for text in watched.complaints)
+
+
+def _with_fields(**fields: object) -> Callable[[Route], None]:
+    return lambda route: route.continue_(post_data=json.dumps((route.request.post_data_json or {}) | fields))
 
 
 # ---- the playground ----
@@ -152,13 +181,11 @@ def test_sampling_parameters_are_sent_and_wrong_ones_are_named(tab: Watched) -> 
 
 def test_the_servers_errors_are_shown_and_what_was_typed_comes_back(tab: Watched) -> None:
     page = tab.page
-    page.click("#settings summary")
-    page.fill("[name=max_tokens]", "100000")
-    tab.chat("Please answer")
-    expect(page.locator("#notice")).to_contain_text("max_tokens")
-    assert page.input_value("#message") == "Please answer"
+    too_long = "x y z " * 200
+    tab.chat(too_long)
+    expect(page.locator("#notice")).to_contain_text("512")
+    assert page.input_value("#message") == too_long
     assert page.locator(".message").count() == 0
-    page.fill("[name=max_tokens]", "5")
     tab.chat("Please answer")
     expect(page.locator("#notice")).to_be_hidden()
     # Chromium itself writes a line for each status of 400 and more.
@@ -167,24 +194,19 @@ def test_the_servers_errors_are_shown_and_what_was_typed_comes_back(tab: Watched
 
 
 @pytest.mark.parametrize("way", ["Escape", "button"])
-def test_stopping_ends_the_request_in_the_engine(tab: Watched, server: Served, way: str) -> None:
-    page = tab.page
-    page.click("text=Completion")
-    page.click("#settings summary")
-    page.fill("[name=max_tokens]", "500")
-    page.fill("[name=temperature]", "0")
-    page.fill("#prompt", "a")
-    page.press("#prompt", "Enter")
-    page.wait_for_selector("#output .token")
+def test_stopping_ends_the_request_in_the_engine(long_answer: Watched, keyed: Served, way: str) -> None:
+    page = long_answer.page
+    assert keyed.metric("pyvllm:num_requests_running") == 1
     if way == "Escape":
         page.keyboard.press("Escape")
     else:
         page.locator("#completion .stop").click()
+        expect(page.locator("#prompt")).to_be_focused()
     expect(page.locator("#status")).to_contain_text("stopped by you")
     expect(page.locator("#completion .stop")).to_be_disabled()
     expect(page.locator("#completion .start")).to_be_enabled()
-    assert 0 < page.locator("#output .token").count() < 500
-    wait_until(lambda: server.metric("pyvllm:num_requests_running") == 0)
+    assert 0 < page.locator("#output .token").count() < 8000
+    wait_until(lambda: keyed.metric("pyvllm:num_requests_running") == 0)
 
 
 def test_a_completion_follows_its_prompt(tab: Watched, server: Served) -> None:
@@ -270,41 +292,26 @@ def _number(page: Page, name: str) -> str:
     return page.locator(f"#numbers div:has(dt:text-is('{name}')) dd").inner_text()
 
 
-def _pixels(page: Page) -> list[int]:
-    found: list[int] = page.evaluate(
-        """() => {
-            const map = document.getElementById("block-map");
-            return [...map.getContext("2d").getImageData(0, 0, map.width, map.height).data];
-        }"""
-    )
+def _pixels(page: Page) -> str:
+    found: str = page.evaluate("document.getElementById('block-map').toDataURL()")
     return found
 
 
-def test_the_block_map_changes_with_what_runs(tab: Watched) -> None:
-    page = tab.page
-    expect(page.locator("#engine-state")).to_have_text("live")
-    expect(page.locator("#legend")).to_contain_text("free, cached")
-    idle = _pixels(page)
-    page.click("text=Completion")
-    page.click("#settings summary")
-    page.fill("[name=max_tokens]", "450")
-    page.fill("[name=stop]", "")
-    page.fill("#prompt", "b " * 20)
-    for _ in range(20):
-        page.press("#prompt", "Enter")
-        try:
-            expect(page.locator("#requests tr")).to_have_count(1, timeout=1500)
-            break
-        except AssertionError:  # It ended between two looks.
-            tab.wait_for_end()
-    assert re.search(r"^cmpl-|^[0-9a-f]{32}", page.locator("#requests td").first.inner_text())
-    assert _pixels(page) != idle
+def test_the_block_map_changes_with_what_runs(long_answer: Watched) -> None:
+    page = long_answer.page
+    expect(page.locator("#requests tr")).to_have_count(1)
+    assert page.locator("#requests td").nth(1).inner_text() == "running"
+    expect(page.locator("#legend li").first).not_to_contain_text("0 held")
+    assert _number(page, "Running") == "1"
+    before = _pixels(page)
+    page.wait_for_timeout(1500)
+    during = _pixels(page)
+    assert during != before, "the answer has grown"
     page.keyboard.press("Escape")
     expect(page.locator("#requests tr")).to_have_count(0)
     expect(page.locator("#more-requests")).to_have_text("None now.")
-    assert _number(page, "Running") == "0"
-    assert _number(page, "Preemptions") == "0"
-    assert _number(page, "KV in use") == "0.0 %"
+    assert _pixels(page) != during
+    assert (_number(page, "Running"), _number(page, "KV in use")) == ("0", "0.0 %")
 
 
 def test_nobody_looking_asks_for_nothing(tab: Watched) -> None:

@@ -10,8 +10,8 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ MAX_SHARED_BYTES: Final = 227 * 1024
 Argument: TypeAlias = Tensor | int | float | None
 """Of a kernel: a tensor's address (None: null), `int` for C's int, `float` for C's float."""
 
+_MOST_THREADS: Final = 16
 _FOLDER: Final = Path(__file__).parent
 
 
@@ -83,12 +84,6 @@ def compile_cubin(variant: Variant) -> bytes:
         cubin = _compile(variant.source, texts, options)
         _write(path, cubin)
     return cubin
-
-
-def compile_all(variants: Iterable[Variant]) -> None:
-    """Fill the cache, several variants at a time."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_cubin, variants))
 
 
 def _compile(name: str, texts: Mapping[str, str], options: Sequence[str]) -> bytes:
@@ -203,7 +198,7 @@ def load(variant: Variant, device_index: int) -> Launchable:
     noted = _noted.get()
     if noted is None:
         return _loaded(variant, device_index)
-    noted.add(variant)
+    noted(variant)
     return _NotLaunched()
 
 
@@ -240,19 +235,26 @@ class _NotLaunched:
         pass
 
 
-_noted: ContextVar[set[Variant] | None] = ContextVar("_noted", default=None)
+_noted: ContextVar[Callable[[Variant], object] | None] = ContextVar("_noted", default=None)
 
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Kernels that are loaded inside do not run: they are compiled at the end, side by side, into the cache."""
-    noted: set[Variant] = set()
-    token = _noted.set(noted)
-    try:
-        yield
-    finally:
-        _noted.reset(token)
-    compile_all(noted)
+    """Kernels that are loaded inside do not run: they are compiled, side by side, and in the cache at the end."""
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        started: dict[Variant, Future[bytes]] = {}
+
+        def start(variant: Variant) -> None:
+            if variant not in started:
+                started[variant] = pool.submit(compile_cubin, variant)
+
+        token = _noted.set(start)
+        try:
+            yield
+        finally:
+            _noted.reset(token)
+        for compilation in started.values():
+            compilation.result()
 
 
 def _packed(arg: Argument) -> tuple[Any, Any]:

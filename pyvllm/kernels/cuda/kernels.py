@@ -30,6 +30,8 @@ def reason_against(device: torch.device) -> str | None:
     """Why these kernels do not run on a device, for a log line; None: they do."""
     if device.type != "cuda":
         return f"{device.type} is no GPU of NVIDIA's"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability != _HOPPER:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, not that of Hopper, 9.0"

@@ -1,0 +1,73 @@
+"""Prompts with a gap, for models trained to fill in."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from pyvllm.inputs import ParsedPrompt
+from pyvllm.server.errors import ApiError
+from pyvllm.server.prompts import ReadyPrompt, encode_with_gap, truncated
+from pyvllm.tokenizer import Tokenizer
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _tokenizer(*specials: str, bos: bool = False) -> Tokenizer:
+    """A letter a token; the special tokens come after them."""
+    names = (*specials, "<s>")
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate([*LETTERS, *names])}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(names))
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", len(LETTERS) + len(specials))]
+        )
+    return Tokenizer(backend, special_tokens={"bos_token": "<s>"}, chat_templates={})
+
+
+@pytest.mark.parametrize(
+    "specials",
+    [
+        ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+        ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+        ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ],
+)
+def test_gap_lies_between_prefix_and_suffix(specials: tuple[str, ...]) -> None:
+    tokenizer = _tokenizer(*specials)
+    (prompt,) = encode_with_gap(tokenizer, [ParsedPrompt(text="ab")], "c", add_special_tokens=True)
+    before, between, after = range(256, 259)
+    a, b, c = (LETTERS.index(letter) for letter in "abc")
+    assert prompt.token_ids == [before, a, b, between, c, after]
+    assert prompt.text == "ab"
+
+
+def test_gap_begins_with_bos_where_the_tokenizer_does() -> None:
+    tokenizer = _tokenizer("<fim_prefix>", "<fim_suffix>", "<fim_middle>", bos=True)
+    (with_bos,) = encode_with_gap(tokenizer, [ParsedPrompt(text="a")], "", add_special_tokens=True)
+    (without,) = encode_with_gap(tokenizer, [ParsedPrompt(text="a")], "", add_special_tokens=False)
+    assert with_bos.token_ids == [259, *(without.token_ids or ())]
+
+
+def test_gap_needs_a_model_and_a_text() -> None:
+    with pytest.raises(ApiError, match="no fill-in-the-middle tokens") as error:
+        encode_with_gap(_tokenizer(), [ParsedPrompt(text="a")], "b", add_special_tokens=True)
+    assert (error.value.status, error.value.param) == (400, "suffix")
+    tokenizer = _tokenizer("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    with pytest.raises(ApiError, match="suffix needs a prompt that is text"):
+        encode_with_gap(tokenizer, [ParsedPrompt(token_ids=[1])], "b", add_special_tokens=True)
+
+
+def test_truncation_keeps_the_end() -> None:
+    prompt = ReadyPrompt(parsed=ParsedPrompt(text="abc"), token_ids=[1, 2, 3])
+    assert truncated(prompt, None, 100) is prompt
+    assert truncated(prompt, 3, 100) is prompt
+    assert truncated(prompt, 2, 100).token_ids == [2, 3]
+    assert truncated(prompt, -1, 3).token_ids == [2, 3]
+    with pytest.raises(ApiError, match="got 0"):
+        truncated(prompt, 0, 100)
