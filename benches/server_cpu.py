@@ -1,7 +1,8 @@
 """What a token costs the HTTP server in CPU time.
 
-256 clients read at once, in a process of their own; a tiny random model in the engine's process gives each of them a
-token a step. Counted is the CPU time of the server's process alone, system calls included:
+256 clients read at once, in a process of their own. The engine's process has a scheduler, but no model: each step takes
+a fixed time and makes one token for each request. Counted is the CPU time of the server's process alone, system calls
+included:
 
     python benches/server_cpu.py            # both figures
     python benches/server_cpu.py --profile  # where the time of a stream goes
@@ -14,36 +15,51 @@ import asyncio
 import cProfile
 import json
 import multiprocessing
+import os
 import pstats
 import selectors
 import socket
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
-from pyvllm import AsyncLLM, EngineArgs
+from pyvllm import AsyncLLM, EngineArgs, _core, engine_process
+from pyvllm.engine import Engine
+from pyvllm.engine_client import EngineClient
+from pyvllm.engine_spawn import EngineProcess
+from pyvllm.logits_processors import ProcessedRow
 from pyvllm.server.app import build_app
 from pyvllm.server.config import ServerArgs
 from pyvllm.server.life_cycle import Server, listening, uvicorn_config
 from pyvllm.server.serving import Serving
+from pyvllm.step import Header
+from pyvllm.tokenizer import load_tokenizer
 
 LETTERS: Final = 256
 BLOCK_SIZE: Final = 16
+ENGINE_FLAG: Final = "--engine"
 TIMEOUT_S: Final = 120
+STEP_S: Final = 0.012
+MAX_LEN: Final = 1024
 CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 48,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "vocab_size": LETTERS,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": MAX_LEN,
     "rms_norm_eps": 1e-5,
     "torch_dtype": "float32",
 }
@@ -66,6 +82,69 @@ def write_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizers.decoders.Metaspace()
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameToken:
+    """A step that samples token 7 in every row, once its time has passed."""
+
+    step: int
+    shape: tuple[int, int]
+    ends_at: float
+
+    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32], None, None]:
+        """What it sampled."""
+        time.sleep(max(0.0, self.ends_at - time.monotonic()))
+        return np.full(self.shape, 7, np.int32), np.zeros(self.shape, np.float32), None, None
+
+
+class NoModel:
+    """Runs steps that compute nothing."""
+
+    def launch(self, buffer: NDArray[np.int32], processed_rows: Sequence[ProcessedRow] = ()) -> SameToken:
+        """Start a step."""
+        shape = (int(buffer[Header.NUM_ROWS]), int(buffer[Header.NUM_CANDIDATES]))
+        return SameToken(step=int(buffer[Header.STEP]), shape=shape, ends_at=time.monotonic() + STEP_S)
+
+
+def serve_engine(argv: list[str]) -> None:
+    """The engine's process: pyvllm's own, with `NoModel` in place of the model."""
+    load = engine_process._load
+
+    def load_without_model(start: dict[str, Any]) -> Engine:
+        engine = load(start)
+        engine._runner = NoModel()
+        return engine
+
+    engine_process._load = load_without_model
+    engine_process.main(argv)
+
+
+class NoModelProcess(EngineProcess):
+    """Starts this file as the engine's process."""
+
+    def __init__(self) -> None:
+        """As `EngineProcess`."""
+        self.connection, theirs = socket.socketpair()
+        self._maker = os.getpid()
+        arguments = [ENGINE_FLAG, theirs.fileno(), os.getpid(), 1]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, arguments)],
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+
+
+def start_engine(args: EngineArgs) -> AsyncLLM:
+    """As `AsyncLLM.from_engine_args`."""
+    process = NoModelProcess()
+    process.send_arguments(args)
+    facts = process.wait_loaded()
+    front = _core.FrontEnd(facts.limits)
+    front.receive(facts.stats)
+    client = EngineClient(process, front, heartbeat_timeout_s=10, stall_timeout_s=10)
+    return AsyncLLM(process, facts, load_tokenizer(Path(args.model)), client)
 
 
 def read_all(port: int, body: dict[str, object], clients: int, chunks: Connection) -> None:
@@ -123,6 +202,9 @@ async def _measure(listener: socket.socket, serving: Serving, *, stream: bool, c
 
 def main() -> None:
     """Print the figures."""
+    if sys.argv[1:2] == [ENGINE_FLAG]:
+        serve_engine(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=256, help="requests at once [default: 256]")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each [default: 128]")
@@ -131,7 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        blocks = args.clients * (args.tokens // BLOCK_SIZE + 2)
+        blocks = args.clients * (args.tokens // BLOCK_SIZE + 2) + MAX_LEN // BLOCK_SIZE
         engine_args = EngineArgs(
             model=folder,
             load_format="dummy",
@@ -139,7 +221,7 @@ def main() -> None:
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=blocks,
         )
-        llm = AsyncLLM.from_engine_args(engine_args)
+        llm = start_engine(engine_args)
     try:
         run(llm, args)
     finally:
@@ -157,7 +239,7 @@ def run(llm: AsyncLLM, args: argparse.Namespace) -> None:
         return min(costs, key=lambda cost: cost.seconds_per_token)
 
     if args.profile:
-        with cProfile.Profile() as profile:
+        with cProfile.Profile(time.process_time) as profile:
             asyncio.run(rounds(stream=True))
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return

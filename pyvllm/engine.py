@@ -62,6 +62,10 @@ class EngineInfo:
     """Chat template in place of the model's own."""
     default_sampling_params: SamplingParams
     """What a request has that says nothing."""
+    block_size: int
+    """Tokens of a block of the KV pool."""
+    block_bytes: int
+    """Bytes of its keys and values in all layers."""
 
 
 class Engine:

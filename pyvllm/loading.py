@@ -18,6 +18,7 @@ from pyvllm.config import EngineArgs, env
 from pyvllm.engine import Engine, EngineInfo
 from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
 from pyvllm.hub import ModelFiles, resolve_model
+from pyvllm.kv_cache import block_bytes
 from pyvllm.logging import StatsLog
 from pyvllm.models import ModelSpec, build_spec
 from pyvllm.placement import Layout, load_runner
@@ -56,6 +57,8 @@ def build_engine(args: EngineArgs) -> Engine:
         vocab_size=spec.vocab_size,
         chat_template=args.chat_template,
         default_sampling_params=defaults,
+        block_size=layout.block_size,
+        block_bytes=block_bytes(spec, block_size=layout.block_size, dtype=dtype),
     )
     return Engine(
         info=info,

@@ -66,10 +66,10 @@ def test_wheel_holds_the_package_and_no_rust_source(wheel: Path) -> None:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "*.pyi", "py.typed")
+        for pattern in ("*.py", "*.pyi", "py.typed", "*.cu", "*.cuh", "server/web/*")
         for path in (ROOT / "pyvllm").rglob(pattern)
     }
-    assert "pyvllm/kernels/__init__.py" in sources
+    assert {"pyvllm/kernels/__init__.py", "pyvllm/server/web/index.html"} <= sources
     assert held == sources | {"pyvllm/_core.abi3.so"}
 
 

@@ -77,5 +77,13 @@ def test_arguments_and_facts_survive() -> None:
     args = EngineArgs(model="m", max_model_len="16k", hf_overrides={"a": [1]}, swap_space=0.5, seed=None, hf_token="t")
     assert EngineArgs(**json.loads(json.dumps(args_to_json(args)))) == args
     params = SamplingParams(logit_bias={3: 1.5}, stop=["x"], output_kind=RequestOutputKind.DELTA, top_p=0.5)
-    info = EngineInfo(model="m", max_model_len=5, vocab_size=7, chat_template=None, default_sampling_params=params)
+    info = EngineInfo(
+        model="m",
+        max_model_len=5,
+        vocab_size=7,
+        chat_template=None,
+        default_sampling_params=params,
+        block_size=16,
+        block_bytes=1 << 40,
+    )
     assert info_from_json(json.loads(json.dumps(info_to_json(info)))) == info

@@ -39,7 +39,7 @@ class Head:
         self._project: Linear | None = None
         if table.shape[1] != hidden_size:
             self._project = Linear.empty(hidden_size, table.shape[1], bias=False, dtype=dtype, device=device)
-        weight = table if tied else torch.empty_like(table)
+        weight = table if tied else table.new_empty(table.shape)
         self._bias = weight.new_empty(len(weight)) if bias else None
         self._linear = Linear(weight, self._bias)
         self._scale, self._softcap = scale, softcap

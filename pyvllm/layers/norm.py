@@ -29,8 +29,8 @@ def empty_norm(spec: NormSpec, size: int, *, dtype: torch.dtype, device: torch.d
     dtype = torch.float32 if spec.float32_parameters else dtype
     weight = torch.ones(size, dtype=dtype, device=device)
     return Norm(
-        weight=torch.empty_like(weight) if spec.affine else weight,
-        bias=torch.empty_like(weight) if spec.affine and spec.bias else None,
+        weight=weight.new_empty(size) if spec.affine else weight,
+        bias=weight.new_empty(size) if spec.affine and spec.bias else None,
         eps=spec.eps,
         centred=spec.centred,
         weight_in_float32=spec.weight_in_float32,

@@ -10,14 +10,17 @@ from numpy.typing import NDArray
 
 from pyvllm import _core
 from pyvllm.async_llm import EngineSnapshot
+from pyvllm.engine import EngineInfo
 
 _COUNTERS: Final = tuple(name for name in dir(_core.Stats) if not name.startswith("_"))
 
 
-def snapshot_json(snapshot: EngineSnapshot, stats: _core.Stats, time: float) -> bytes:
+def snapshot_json(snapshot: EngineSnapshot, stats: _core.Stats, info: EngineInfo, time: float) -> bytes:
     """`time`: seconds by a clock that never goes back, so that a reader knows the rates of counters."""
     found = {
         "time": time,
+        "block_size": info.block_size,
+        "block_bytes": info.block_bytes,
         "stats": {name: getattr(stats, name) for name in _COUNTERS},
         "requests": snapshot.requests,
         "blocks": block_runs(snapshot),

@@ -101,8 +101,9 @@ class Routes:
         return Response(body, media_type=JSON_TYPE, headers={"Cache-Control": "no-store"})
 
     async def _take_snapshot(self) -> bytes:
-        snapshot = await self._serving.llm.snapshot()
-        return snapshot_json(snapshot, self._serving.llm.stats(), time.monotonic())
+        llm = self._serving.llm
+        snapshot = await llm.snapshot()
+        return snapshot_json(snapshot, llm.stats(), llm.info, time.monotonic())
 
 
 def _json(value: object) -> Response:

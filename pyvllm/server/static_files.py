@@ -30,7 +30,6 @@ _POLICY: Final = {
 HEADERS: Final = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

@@ -48,7 +48,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None) -> st
         *[("prompt_logprobs", value) for value in (21, -2, "x")],
         *[("allowed_token_ids", value) for value in ([], [320], [-1], "x")],
         *[("logit_bias", value) for value in ({"320": 5}, {"-1": 5}, {"abc": 1}, {"3": 101}, {"3": "x"}, [1], "x")],
-        *[("ignore_eos", value) for value in ("x", 1, [])],
+        *[("ignore_eos", value) for value in ("x", 1, [1])],
         *[("early_stopping", value) for value in ("x", 5)],
         *[("stream", value) for value in ("x", 1)],
         *[("priority", value) for value in ("x", 1.5, 2**63)],

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import triton.runtime.jit
@@ -23,13 +22,24 @@ def compile_ahead() -> Iterator[None]:
     """
     interface = triton.runtime.jit.KernelInterface
     launch = interface.__getitem__
+    kernels: set[Any] = set()
 
     def compile_only(kernel: Any, grid: object) -> Callable[..., object]:
-        return partial(kernel.run, grid=grid, warmup=True)
+        def run(*args: object, **options: object) -> None:
+            kernels.add(kernel.run(*args, grid=grid, warmup=True, **options))
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool):
-        interface.__getitem__ = compile_only
-        try:
-            yield
-        finally:
-            interface.__getitem__ = launch
+        return run
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        with AsyncCompileMode(pool):
+            interface.__getitem__ = compile_only
+            try:
+                yield
+            finally:
+                interface.__getitem__ = launch
+        # Each kernel has a launcher in C, which a compiler builds when the kernel is first looked at: seconds in all.
+        list(pool.map(_load, kernels - {None}))
+
+
+def _load(kernel: Any) -> None:
+    _ = kernel.run

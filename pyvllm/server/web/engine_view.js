@@ -78,10 +78,13 @@ export class EngineView {
     if (this.watched) this.timer = setTimeout(() => this.ask(), wait);
   }
 
-  show({ time, stats, requests, blocks: runs }) {
+  show({ time, stats, requests, blocks: runs, block_size: blockSize, block_bytes: blockBytes }) {
     const rates = this.measure(time, stats);
     const blocks = expandRuns(runs);
     this.showNumbers(stats, rates);
+    const used = stats.num_gpu_blocks - stats.num_free_gpu_blocks;
+    const [usedBytes, bytes] = [used, stats.num_gpu_blocks].map((count) => formatBytes(count * blockBytes));
+    setText(byId("pool"), `${usedBytes} of ${bytes} in use; a block holds ${blockSize} tokens`);
     const hues = this.hues.of(requests);
     this.map.update(blocks, requests, hues);
     this.showLegend(countBlocks(blocks));
@@ -144,6 +147,12 @@ export class EngineView {
       `Map of ${total} KV blocks: ${held} in use, ${counts.shared} of them shared, ${counts.cached} free in the prefix cache`,
     );
   }
+}
+
+function formatBytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
+  return `${(bytes / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
 function percent(part, all) {

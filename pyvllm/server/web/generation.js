@@ -5,6 +5,7 @@ import { ALTERNATIVES } from "./settings.js";
 import { TokenText, tokensOfChat, tokensOfCompletion } from "./tokens.js";
 
 const NEAR_END_PX = 40;
+const DRAW_MS = 40;
 
 /** How the two APIs differ. */
 export const CHAT = {
@@ -91,7 +92,6 @@ export class Generator {
       else if (problem instanceof ApiError) error = problem;
       else throw problem;
     } finally {
-      output.end();
       element.classList.remove("writing");
       this.controller = null;
       this.status.textContent = [speed.toString(), error ? "failed" : ending].filter(Boolean).join(", ");
@@ -101,20 +101,32 @@ export class Generator {
     return { text: output.text, error };
   }
 
-  /** Returns why it ended. */
+  /** Returns why it ended. Tokens may come by the hundred in a second: the page is drawn less often. */
   async show(chunks, api, output, speed, pane) {
     const decoder = new TextDecoder();
     let ending = "";
-    for await (const { choices, usage } of chunks) {
+    let timer = null;
+    const draw = () => {
+      timer = null;
       const atEnd = pane.scrollHeight - pane.scrollTop - pane.clientHeight < NEAR_END_PX;
-      speed.count(usage?.completion_tokens);
-      for (const choice of choices) {
-        output.add(api.textOf(choice), api.tokensOf(choice.logprobs, decoder));
-        ending = endingOf(choice) || ending;
-      }
+      output.draw();
       this.status.textContent = speed.toString() || this.status.textContent;
       // Whoever has scrolled up reads there.
       if (atEnd) pane.scrollTop = pane.scrollHeight;
+    };
+    try {
+      for await (const { choices, usage } of chunks) {
+        speed.count(usage?.completion_tokens);
+        for (const choice of choices) {
+          output.add(api.textOf(choice), api.tokensOf(choice.logprobs, decoder));
+          ending = endingOf(choice) || ending;
+        }
+        timer ??= setTimeout(draw, DRAW_MS);
+      }
+    } finally {
+      clearTimeout(timer);
+      output.end();
+      draw();
     }
     return ending;
   }

@@ -19,60 +19,67 @@ export function tokensOfCompletion(logprobs) {
   }));
 }
 
-/** Adds text to an element. Text is never taken for markup. */
+/** Text of an element, which grows. It is never taken for markup. */
 export class TokenText {
   constructor(parent) {
     this.parent = parent;
     this.text = "";
-    // Text that has come without its tokens, tokens whose text has not come, and tokens that only begin a character.
+    // Text that is not shown, tokens whose text is not shown, and tokens that only begin a character.
     this.unseen = "";
     this.waiting = [];
     this.begun = [];
+    this.hasToken = false;
   }
 
   add(text, tokens) {
     this.text += text;
     this.unseen += text;
     this.waiting.push(...tokens);
-    this.settle();
   }
 
   /** Show what fits together. The text is what counts: tokens that it does not hold, such as special ones, are dropped. */
-  settle() {
-    while (this.waiting.length && this.unseen) {
-      const token = this.waiting[0];
-      const piece = [token.text, token.text.trimStart()].find((one) => this.unseen.startsWith(one));
-      if (piece === undefined && token.text.startsWith(this.unseen)) return;
-      this.waiting.shift();
+  draw() {
+    const nodes = [];
+    let used = 0;
+    let from = 0;
+    for (; used < this.waiting.length && from < this.unseen.length; used += 1) {
+      const token = this.waiting[used];
+      const piece = [token.text, token.text.trimStart()].find((one) => this.unseen.startsWith(one, from));
+      // The rest of its text is still to come.
+      if (piece === undefined && token.text.startsWith(this.unseen.slice(from))) break;
       if (piece === undefined) continue;
       this.begun.push(token.entries);
-      if (piece) this.show(piece);
+      if (!piece) continue;
+      nodes.push(this.element(piece));
+      from += piece.length;
     }
-    if (this.unseen) this.show(this.unseen);
+    this.waiting.splice(0, used);
+    if (!this.waiting.length && from < this.unseen.length) {
+      const rest = this.unseen.slice(from);
+      nodes.push(this.begun.length ? this.element(rest) : rest);
+      from = this.unseen.length;
+    }
+    this.unseen = this.unseen.slice(from);
+    this.parent.append(...nodes);
   }
 
-  show(piece) {
-    const { parent } = this;
-    this.unseen = this.unseen.slice(piece.length);
-    if (this.begun.length) {
-      const span = document.createElement("span");
-      span.className = `token p${level(this.begun[0][0][1])}`;
-      span.textContent = piece;
-      span.tabIndex = parent.querySelector(".token") ? -1 : 0;
-      entriesOf.set(span, this.begun);
-      parent.append(span);
-      this.begun = [];
-    } else if (parent.lastChild?.nodeType === Node.TEXT_NODE) {
-      parent.lastChild.appendData(piece);
-    } else {
-      parent.append(piece);
-    }
+  /** An element for the tokens of a text. */
+  element(text) {
+    const span = document.createElement("span");
+    span.className = `token p${level(this.begun[0][0][1])}`;
+    span.textContent = text;
+    span.tabIndex = this.hasToken ? -1 : 0;
+    this.hasToken = true;
+    entriesOf.set(span, this.begun);
+    this.begun = [];
+    return span;
   }
 
   /** No more will come. */
   end() {
+    this.draw();
     this.waiting = [];
-    this.settle();
+    this.draw();
   }
 }
 
