@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton.runtime.jit
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, FutureKernel
 
 _MOST_THREADS = 16
 
@@ -42,4 +42,4 @@ def compile_ahead() -> Iterator[None]:
 
 
 def _load(kernel: Any) -> None:
-    _ = kernel.run
+    _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
