@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, cast
@@ -91,6 +91,7 @@ class SameToken:
     step: int
     shape: tuple[int, int]
     ends_at: float
+    failures: dict[str, Exception] = field(default_factory=dict)
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32], None, None]:
         """What it sampled."""
@@ -189,6 +190,7 @@ async def _measure(listener: socket.socket, serving: Serving, *, stream: bool, c
     begun = time.process_time()
     async with asyncio.timeout(TIMEOUT_S):
         while not ours.poll():
+            assert reader.is_alive(), "the clients failed"
             await asyncio.sleep(0.05)
     seconds = time.process_time() - begun
     server.should_exit = True

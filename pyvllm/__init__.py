@@ -58,6 +58,8 @@ _MODULES = {
     "AsyncEngineArgs": "async_llm",
     "ModelRegistry": "models",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
+    "GuidedDecodingParams": "sampling_params",
     "BeamSearchParams": "sampling_params",
     "ParameterError": "sampling_params",
     "TextPrompt": "inputs",

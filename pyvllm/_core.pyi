@@ -286,6 +286,8 @@ class Scheduler:
         """
     def fail(self, request_id: str, parameter: str, message: str) -> bool:
         """End a request that cannot go on; `take_failed` tells of it. False if there is none of exactly this id."""
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar to be compiled."""
     def take_failed(self) -> list[Output]:
         """The last outputs of requests that failed since the last time, each with its `error`."""
     def has_unfinished(self) -> bool:

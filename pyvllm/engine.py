@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from pyvllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_COMPILING_S: Final = 0.001
+"""Seconds between two looks whether a grammar is ready, if there is nothing else to do."""
 
 
 class Launched(Protocol):
@@ -158,6 +162,8 @@ class Engine:
 
     def _step(self) -> list[_core.Output]:
         plan = self._scheduler.schedule()
+        if plan is None and self._pending is None and self._scheduler.is_compiling():
+            time.sleep(_COMPILING_S)
         launched = self._launch(plan) if plan is not None else None
         done = launched
         if self._run_ahead:

@@ -25,7 +25,7 @@ from pyvllm.step import HEADER_LEN, Flags, StepView
 # Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
 _PROMPT_ROWS: Final = 64
 # Sections that only some steps have: their sampler runs after the graph.
-_SAMPLER_SECTIONS: Final = ("penalty_rows", "bias", "banned", "allowed_rows")
+_SAMPLER_SECTIONS: Final = ("penalty_rows", "bias", "banned", "allowed_rows", "mask_rows")
 
 StepResult: TypeAlias = tuple[
     NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None

@@ -1,9 +1,9 @@
 """From logits to tokens and log-probabilities, for all rows of a step at once.
 
 What each row wants travels in the plan (`rust_core/src/plan.rs`). Transforms run in float32 in this order: logit bias;
-repetition, frequency and presence penalty; banned and allowed tokens; greedy rows pick here; temperature; min_p; top_k;
-top_p; draw. (Masks commute with what is before them here, so this equals masking first.) Log-probabilities are those
-of the untouched logits, unless `LogprobsMode` says otherwise.
+repetition, frequency and presence penalty; banned, allowed and masked tokens; greedy rows pick here; temperature;
+min_p; top_k; top_p; draw. (Masks commute with what is before them here, so this equals masking first.)
+Log-probabilities are those of the untouched logits, unless `LogprobsMode` says otherwise.
 
 What comes before the pick touches the few logits that the plan lists; what reads whole rows is the kernels' work.
 Nothing here waits for the device.
@@ -117,7 +117,7 @@ def _transform(
     logits: Tensor, step: StepView, previous_tokens: Tensor | None, kernels: AnyKernels, vocab_size: int
 ) -> Tensor:
     """Logits after all that comes before the greedy pick: [R, V] float32. `logits` if the step needs none of it."""
-    sections = (step.bias, step.penalty_rows, step.banned, step.allowed_rows)
+    sections = (step.bias, step.penalty_rows, step.banned, step.allowed_rows, step.mask_rows)
     if Flags.BEAM not in step.flags and not any(section.numel() for section in sections):
         return logits
     values = logits[:, :vocab_size].to(torch.float32, copy=True)
@@ -136,7 +136,17 @@ def _transform(
         kept = values.new_full((len(step.allowed_rows), values.shape[1]), _NEVER)
         kept[owner, step.allowed_ids] = values[step.allowed_rows[owner], step.allowed_ids]
         values[step.allowed_rows] = kept
+    if step.mask_rows.numel():
+        _mask(values, step)
     return values
+
+
+def _mask(values: Tensor, step: StepView) -> None:
+    """Leave masked rows of `values` [R, V] only the tokens whose bits are set, in place."""
+    bytes_ = step.mask_words.view(torch.uint8).view(len(step.mask_rows), -1, 1)
+    powers = 1 << torch.arange(8, dtype=torch.uint8, device=values.device)
+    may_follow = (bytes_ & powers).view(len(step.mask_rows), -1)[:, : values.shape[1]] != 0
+    values[step.mask_rows] = torch.where(may_follow, values[step.mask_rows], _NEVER)
 
 
 # --- beams ------------------------------------------------------------------------------------------------------------

@@ -11,22 +11,24 @@ from typing import Any, Final, Literal, Self, TypeAlias
 
 from pyvllm import _core
 from pyvllm._core import ParameterError
+from pyvllm.parameter_error import parameter_error
+from pyvllm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "ParameterError", "RequestOutputKind", "SamplingParams"]
+__all__ = [
+    "BeamSearchParams",
+    "GuidedDecodingParams",
+    "ParameterError",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "parameter_error",
+]
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
 """See `SamplingParams.logits_processors`."""
 
 MAX_N: Final = 16_384
 """Most sequences one request may have."""
-
-
-def parameter_error(parameter: str, expected: str, value: object) -> ParameterError:
-    """The error for a field that is not what it must be, worded as the core words them."""
-    shown = repr(value)
-    error = ParameterError(f"{parameter} must be {expected}, got {shown if len(shown) <= 200 else shown[:200] + '…'}")
-    error.parameter, error.value = parameter, value
-    return error
 
 
 def check_unicode(parameter: str, text: str) -> None:
@@ -163,6 +165,13 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     """The only ids that may be generated. None: all."""
 
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the output must have, such as JSON that fits a schema. The request waits until its grammar is
+    compiled, and its sequences for the host after each token. A sequence ends where its form is complete."""
+
+    guided_decoding: StructuredOutputsParams | None = None
+    """vLLM's older name of `structured_outputs`."""
+
     logits_processors: list[LogitsProcessor] | None = None
     """Functions that change the logits [vocabulary] float32 of each token, one after the other, before anything else
     does: `f(token_ids, logits) -> logits` with the ids generated so far, or `f(prompt_token_ids, token_ids, logits)`.
@@ -196,6 +205,13 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None or isinstance(value, str):
                 setattr(self, name, [] if value is None else [value])
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise parameter_error("guided_decoding", "None beside structured_outputs", self.guided_decoding)
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
+        form: object = self.structured_outputs
+        if not isinstance(form, StructuredOutputsParams | None):
+            raise parameter_error("structured_outputs", "None or a StructuredOutputsParams", form)
         self._check_processors()
         _core.validate_params(self)
 

@@ -66,7 +66,7 @@ SECTIONS = {
     "row_params": len(RowParam), "block_table_offsets": 1, "cascade_seqs": 1, "cascade_offsets": 1, "cascade_blocks": 1,
     "block_table_ids": 1, "swap_out": 2, "swap_in": 2, "copies": 2, "penalty_rows": 1, "penalty_offsets": 1,
     "penalty_tokens": 2, "bias": 3, "allowed_rows": 1, "allowed_offsets": 1, "allowed_ids": 1, "banned": 2,
-    "prompt_rows": 3,
+    "prompt_rows": 3, "mask_rows": 1, "mask_words": 1,
 }  # fmt: skip
 """Section name -> words in a row of it (1: a vector), in buffer order."""
 
@@ -104,6 +104,8 @@ class StepView:
     allowed_ids: Tensor
     banned: Tensor
     prompt_rows: Tensor
+    mask_rows: Tensor
+    mask_words: Tensor
 
     def __init__(self, buffer: Tensor, header: list[int]) -> None:
         """`buffer` [words] int32 on any device; `header`: its first `HEADER_LEN` words, on the host."""

@@ -61,6 +61,8 @@ def features(num_heads: int, softcap: float) -> dict[str, dict[str, Any]]:
         "softcap": {"softcap": softcap / 2},
         "alibi": alibi,
         "scale": {"scale": 0.7},
+        "sinks": {"sinks": True},
+        "sinks in a window": {"sinks": True, "window": 9},
         "all": {"window": 9, "softcap": softcap, "scale": 0.3, **alibi},
     }
 
@@ -214,9 +216,14 @@ def compare_step(
         write_kv(kv_layer, key_value, plan)
         reference.write_kv(expected_kv, key_value, reference_plan)
         torch.testing.assert_close(kv_layer, expected_kv, atol=0, rtol=0, equal_nan=True)
-        output = paged_attention(query, kv_layer, plan)
+        # As large as the sum of many keys, or as nothing.
+        sinks = torch.randn(attention.num_heads, device=DEVICE).mul(4).to(dtype) if attention.sinks else None
+        output = paged_attention(query, kv_layer, plan, sinks)
         assert plan.decode is None or not plan.decode.counters.any(), "the next layer counts from 0"
-        expected = reference.paged_attention(query, kv_layer, reference_plan)
+        if sinks is None:
+            expected = reference.paged_attention(query, kv_layer, reference_plan)
+        else:
+            expected = reference.paged_attention_with_sinks(query, kv_layer, reference_plan, sinks)
         tolerance = tolerance_of(dtype, step.max_seq_len)
         torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
     return plan

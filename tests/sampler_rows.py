@@ -41,6 +41,8 @@ class Row:
     bias: dict[int, float] = field(default_factory=dict)
     allowed: list[int] | None = None
     banned: list[int] = field(default_factory=list)
+    mask: NDArray[np.bool_] | None = None
+    """[V]: whether a grammar lets each token follow."""
 
     def penalised(self) -> bool:
         return (self.presence, self.frequency, self.repetition) != (0, 0, 1)
@@ -79,6 +81,13 @@ def plan(params: INT32, sections: Mapping[str, ArrayLike] | None = None, padding
     return view(encode(scalars, {"row_params": padded} | dict(sections or {})))
 
 
+def mask_words(mask: NDArray[np.bool_]) -> list[int]:
+    """A bit for each token, 32 a word."""
+    padded = np.pad(mask, (0, -len(mask) % 32))
+    words: list[int] = np.packbits(padded, bitorder="little").view(np.int32).tolist()
+    return words
+
+
 def step_of(rows: Sequence[Row], padding: int = 0) -> StepView:
     penalised = [i for i, row in enumerate(rows) if row.penalised()]
     restricted = [i for i, row in enumerate(rows) if row.allowed is not None]
@@ -91,6 +100,8 @@ def step_of(rows: Sequence[Row], padding: int = 0) -> StepView:
         "allowed_offsets": np.cumsum([0, *(len(rows[i].allowed or []) for i in restricted)]),
         "allowed_ids": [token for i in restricted for token in rows[i].allowed or []],
         "banned": [(i, token) for i, row in enumerate(rows) for token in row.banned],
+        "mask_rows": [i for i, row in enumerate(rows) if row.mask is not None],
+        "mask_words": [word for row in rows if row.mask is not None for word in mask_words(row.mask)],
     }
     return plan(row_params(rows), sections, padding)
 
@@ -142,6 +153,10 @@ def random_row(rng: np.random.Generator, vocab_size: int, previous: int) -> Row:
         row.allowed = ids(12)
     if rng.random() < 0.2:
         row.banned = [token for token in ids(5) if row.allowed is None or token != row.allowed[0]]
+    if rng.random() < 0.2:
+        row.mask = rng.random(vocab_size) < rng.choice([0.1, 0.9])
+        # What is left of the allowed tokens: never nothing.
+        row.mask[next(token for token in row.allowed or range(vocab_size) if token not in row.banned)] = True
     row.num_logprobs = int(rng.choice([-1, -1, 0, 3]))
     return row
 
@@ -175,6 +190,8 @@ def naive_transform(values: NDArray[np.float64], row: Row, previous: Sequence[in
         values[token] -= np.float32(row.frequency) * count + (np.float32(row.presence) if count else 0)
     if row.allowed is not None:
         values[[i for i in range(len(values)) if i not in row.allowed]] = NEVER
+    if row.mask is not None:
+        values[~row.mask] = NEVER
     values[row.banned] = NEVER
     return values
 

@@ -61,7 +61,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 def test_a_model_in_mxfp4(tmp_path: Path) -> None:
     """As the authors of GPT-OSS store it: the experts' matrices in blocks, all else in bfloat16."""
-    fields: dict[str, Any] = SIZES | {"intermediate_size": 32, "num_local_experts": 4, "head_dim": 16, "num_experts_per_tok": 2}
+    fields: dict[str, Any] = SIZES | {
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+    }
     model = random_model("gpt_oss", **fields)
     config, state = saved_state(model, tmp_path)
     for layer in range(3):

@@ -55,8 +55,14 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize(
     "feature",
-    [{"softcap": 1.5}, {"alibi_slopes": slopes(2)}, {"scale": 4.0}, {"softcap": 3.0, "alibi_slopes": slopes(2)}],
-    ids=["softcap", "alibi", "scores far from zero", "all"],
+    [
+        {"softcap": 1.5},
+        {"alibi_slopes": slopes(2)},
+        {"scale": 4.0},
+        {"sinks": True},
+        {"softcap": 3.0, "alibi_slopes": slopes(2)},
+    ],
+    ids=["softcap", "alibi", "scores far from zero", "sinks", "all"],
 )
 def test_features(feature: dict) -> None:
     compare_cascades(replace(spec(2, 1), **feature), GROUPS, ALONE)

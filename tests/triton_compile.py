@@ -122,6 +122,8 @@ _SPECS = {
     "D=256": replace(_LLAMA, head_dim=256, num_heads=16),
     "window and softcap": replace(_LLAMA, window=4096, softcap=50.0),
     "alibi": replace(_LLAMA, alibi_slopes=(0.5,) * 32),
+    "sinks": replace(_LLAMA, num_heads=64, head_dim=64, sinks=True),
+    "sinks in a window": replace(_LLAMA, num_heads=64, head_dim=64, sinks=True, window=128),
     "71 heads": replace(_LLAMA, num_heads=71, num_kv_heads=1, head_dim=64),
 }
 _SOFTCAP = replace(_LLAMA, softcap=50.0)
@@ -133,7 +135,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 def _attention_types(dtype: torch.dtype) -> dict[str, str]:
     data = f"*{_NAMES[dtype]}"
     return {
-        **dict.fromkeys(("query", "kv_layer", "output", "key_value"), data),
+        **dict.fromkeys(("query", "kv_layer", "output", "key_value", "sinks"), data),
         **dict.fromkeys(("slopes", "partial_stats", "partial_outputs", "shared_stats", "shared_outputs"), "*fp32"),
         **dict.fromkeys(("token_stride", "head_stride", "kind_stride"), "i32"),
         **dict.fromkeys(("num_seqs", "first_seq", "max_items", "max_seq_len", "search_steps"), "i32"),
@@ -153,7 +155,10 @@ def _decode(
     return Case(
         kernel=decode_kernel,
         types=_attention_types(dtype),
-        constants=attention_config.decode_constants(spec, _kv_layer(spec, dtype, block_size), config, cascade),
+        constants={
+            **attention_config.decode_constants(spec, _kv_layer(spec, dtype, block_size), config, cascade),
+            **_absent(spec),
+        },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options,
@@ -169,8 +174,8 @@ def _cascade(
     block_size: int = 64,
     **options: Any,
 ) -> Case:
-    decode = _decode(spec, dtype=dtype, block_size=block_size).constants
-    constants = attention_config.cascade_constants(dict(decode), dtype, members, config)
+    decode = attention_config.decode_constants(spec, _kv_layer(spec, dtype, block_size), DecodeConfig())
+    constants = attention_config.cascade_constants(decode, dtype, members, config)
     return Case(
         kernel=cascade_kernel,
         types=_attention_types(dtype),
@@ -192,11 +197,19 @@ def _prefill(
     return Case(
         kernel=prefill_kernel,
         types=_attention_types(dtype),
-        constants=attention_config.prefill_constants(spec, _kv_layer(spec, dtype, block_size), config),
+        constants={
+            **attention_config.prefill_constants(spec, _kv_layer(spec, dtype, block_size), config),
+            **_absent(spec),
+        },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options,
     )
+
+
+def _absent(spec: Attention) -> dict[str, None]:
+    """Arguments that are None."""
+    return {} if spec.sinks else {"sinks": None}
 
 
 def _kv_layer(spec: Attention, dtype: torch.dtype, block_size: int) -> torch.Tensor:

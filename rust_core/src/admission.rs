@@ -57,7 +57,18 @@ impl Scheduler {
         self.queued.add(&request);
         self.groups[slot as usize] = Some(Box::new(self.make_group(request)));
         self.waiting.insert(key);
+        self.compile_grammar(slot);
         Ok(())
+    }
+
+    /// Have a request's grammar made, if it has one; until then it waits.
+    fn compile_grammar(&mut self, slot: u32) {
+        if let Some(group) = self.groups[slot as usize].as_deref()
+            && let Some(compiler) = &mut self.compiler
+            && let Some(wanted) = &group.request.params.structured_outputs
+        {
+            compiler.submit((slot, group.request.arrival), wanted.clone());
+        }
     }
 
     fn make_request(
@@ -104,7 +115,9 @@ impl Scheduler {
                 || !params.logit_bias.is_empty()
                 || params.allowed_token_ids.is_some()
                 || !params.bad_word_ids.is_empty(),
-            waits_for_host: options.processor.is_some() || params.bad_word_ids.iter().any(|word| word.len() > 1),
+            waits_for_host: params.structured_outputs.is_some()
+                || options.processor.is_some()
+                || params.bad_word_ids.iter().any(|word| word.len() > 1),
             processor: options.processor,
             root_hash: self.blocks.root_hash(options.cache_salt.as_deref().unwrap_or(""), options.adapter_id),
             params,
@@ -126,6 +139,7 @@ impl Scheduler {
         Group {
             state: State::Waiting,
             sequences: smallvec::smallvec![sequence],
+            compiling: params.structured_outputs.is_some(),
             forked: params.width() == 1,
             beam: params.use_beam_search.then(|| BeamSearch::new(params.width())),
             reserved: 0,

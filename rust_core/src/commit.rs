@@ -1,5 +1,7 @@
 //! `commit()`: tokens in. Publishes blocks, makes text, looks for stops, ends sequences, tells what is new.
 
+use std::sync::Arc;
+
 use crate::beam::{self, Offer};
 use crate::draft::{Flight, RowRef};
 use crate::error::{Error, Result};
@@ -75,6 +77,9 @@ impl Scheduler {
         while row < flight.rows.len() {
             row += self.commit_row(&flight, row, sampled, now, &mut touched);
         }
+        for (request_id, why) in std::mem::take(&mut self.broken) {
+            self.fail_grammar(&request_id, &why);
+        }
         Ok(touched.into_iter().filter_map(|slot| self.tell(slot)).collect())
     }
 
@@ -145,6 +150,9 @@ impl Scheduler {
         }
         history.accept(sampled.token_ids[at] as u32, request, self.vocabulary.as_deref());
         self.counters.generation_tokens += 1;
+        if let Some(why) = history.grammar_error.take() {
+            self.broken.push((Arc::clone(&request.request_id), why));
+        }
         if history.finish.is_some() {
             self.blocks.release(std::mem::take(&mut sequence.table));
             let freed = usize::from(group.reserved > 0);

@@ -1,5 +1,7 @@
 //! A step being put together: what is scheduled, and writing it down as a [`StepPlan`].
 
+use std::sync::Arc;
+
 use crate::cascade::{CascadeFinder, CascadeSections};
 use crate::plan::{
     HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, SECTION_ALIGNMENT, Section, StepPlan,
@@ -72,6 +74,8 @@ pub struct Draft {
     pub swap_in: Vec<[i32; 2]>,
     /// (source, destination) device blocks.
     pub copies: Vec<[i32; 2]>,
+    /// Requests whose grammar failed while the plan was written, and why.
+    broken: Vec<(Arc<str>, String)>,
     /// Kept from step to step.
     cascade_finder: CascadeFinder,
 }
@@ -83,6 +87,11 @@ impl Draft {
         self.swap_out.clear();
         self.swap_in.clear();
         self.copies.clear();
+    }
+
+    /// Requests whose grammar failed while the plan was written, and why.
+    pub fn take_broken(&mut self) -> Vec<(Arc<str>, String)> {
+        std::mem::take(&mut self.broken)
     }
 
     /// Whether there is nothing to do.
@@ -148,6 +157,7 @@ impl Draft {
         buffer[NUM_SCALARS..HEADER_LEN].copy_from_slice(&sections.words);
         flight.num_candidates = extras.num_candidates as usize;
         flight.table_width = (extras.max_logprobs + 1) as usize;
+        self.broken.append(&mut extras.broken);
         (StepPlan { step, buffer, processed: extras.processed }, flight)
     }
 
@@ -269,6 +279,8 @@ impl Draft {
         append(Section::AllowedIds, &extras.allowed_ids);
         append(Section::Banned, extras.banned.as_flattened());
         append(Section::PromptRows, extras.prompt_rows.as_flattened());
+        append(Section::MaskRows, &extras.mask_rows);
+        append(Section::MaskWords, &extras.mask_words);
     }
 }
 

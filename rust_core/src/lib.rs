@@ -15,6 +15,8 @@ pub mod draft;
 pub mod error;
 pub mod fault;
 pub mod front;
+pub mod grammar;
+pub mod guided;
 pub mod limits;
 pub mod output;
 pub mod plan;

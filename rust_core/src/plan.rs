@@ -33,6 +33,8 @@
 //! | `allowed_ids` | any | allowed token ids |
 //! | `banned` | n × 2 | (row, token id that may not be sampled) |
 //! | `prompt_rows` | n × 3 | (token, id of the next prompt token, logprobs wanted): prompt log-probabilities |
+//! | `mask_rows` | M | rows that may sample only tokens of a mask |
+//! | `mask_words` | any | M masks, one after the other, 32 tokens a word from the lowest bit on |
 //!
 //! Sections start at multiples of [`SECTION_ALIGNMENT`] words; the words between them mean nothing.
 //!
@@ -127,10 +129,12 @@ pub enum Section {
     AllowedIds,
     Banned,
     PromptRows,
+    MaskRows,
+    MaskWords,
 }
 
 /// Sections of a plan.
-pub const NUM_SECTIONS: usize = 24;
+pub const NUM_SECTIONS: usize = 26;
 /// Words before the first section.
 pub const HEADER_LEN: usize = NUM_SCALARS + 2 * NUM_SECTIONS;
 

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::guided::StructuredOutputs;
 use crate::plan::{ROW_PARAMS, RowParam, flags};
 use crate::stop_regex::StopRegexes;
 
@@ -67,6 +68,7 @@ pub struct SamplingParams {
     pub truncate_prompt_tokens: Option<i64>,
     pub logit_bias: Vec<(i64, f64)>,
     pub allowed_token_ids: Option<Vec<i64>>,
+    pub structured_outputs: Option<StructuredOutputs>,
     pub output_kind: OutputKind,
     pub use_beam_search: bool,
     pub length_penalty: f64,
@@ -103,6 +105,7 @@ impl Default for SamplingParams {
             truncate_prompt_tokens: None,
             logit_bias: Vec::new(),
             allowed_token_ids: None,
+            structured_outputs: None,
             output_kind: OutputKind::Cumulative,
             use_beam_search: false,
             length_penalty: 1.0,
@@ -197,6 +200,7 @@ impl SamplingParams {
                 "allowed_token_ids must be None or hold at least one id",
             ));
         }
+        self.structured_outputs.as_ref().map_or(Ok(()), StructuredOutputs::validate)?;
         self.validate_beam()
     }
 
@@ -221,6 +225,10 @@ impl SamplingParams {
     fn validate_beam(&self) -> Result<()> {
         check(self.length_penalty.is_finite(), "length_penalty", "a finite number", self.length_penalty)?;
         if self.use_beam_search {
+            if self.structured_outputs.is_some() {
+                let message = "structured_outputs cannot be used with use_beam_search";
+                return Err(Error::parameter("structured_outputs", message));
+            }
             let width = self.width();
             check(width >= 2, "best_of", "at least 2 with use_beam_search (it is the beam width)", width)?;
             check(self.is_greedy(), "temperature", "0 with use_beam_search", self.temperature)?;
@@ -270,6 +278,10 @@ impl SamplingParams {
         if !limits.has_vocabulary && !self.stop_regex.is_empty() {
             let message = "stop_regex needs text, but the engine runs without a tokenizer";
             return Err(Error::parameter("stop_regex", message));
+        }
+        if !limits.has_vocabulary && self.structured_outputs.is_some() {
+            let message = "structured_outputs needs text, but the engine runs without a tokenizer";
+            return Err(Error::parameter("structured_outputs", message));
         }
         self.bad_word_ids.iter().flatten().try_for_each(|&id| in_vocab("bad_words", i64::from(id)))?;
         Ok(())

@@ -20,6 +20,9 @@ pub(crate) struct Extras {
     pub banned: Vec<[i32; 2]>,
     pub prompt_rows: Vec<[i32; 3]>,
     pub processed: Vec<ProcessedRow>,
+    pub mask_rows: Vec<i32>,
+    pub mask_words: Vec<i32>,
+    pub broken: Vec<(Arc<str>, String)>,
     pub flags: i32,
     pub num_candidates: i32,
     pub max_logprobs: i32,
@@ -99,6 +102,12 @@ pub(crate) fn write_row(group: &mut Group, index: usize, row: i32, params: &mut 
     }
     if request.has_extras {
         write_extras(request, sequence, pending > 0, position, row, extras);
+    }
+    if let Some(grammar) = &mut sequence.history.grammar {
+        match grammar.write_mask(&mut extras.mask_words) {
+            Ok(()) => extras.mask_rows.push(row),
+            Err(why) => extras.broken.push((Arc::clone(&request.request_id), why)),
+        }
     }
     sequence.last_row = row;
 }

@@ -5,9 +5,13 @@
 //! run out, the youngest running group that is not yet part of the step is preempted. A step that preempts brings
 //! nobody back, so no block is both source and destination of the step's moves.
 
+use std::sync::Arc;
+
 use crate::block_manager::{BlockId, BlockManager};
 use crate::draft::{Draft, Entry};
+use crate::error::Error;
 use crate::fault::Fault;
+use crate::guided::StructuredOutputs;
 use crate::plan::StepPlan;
 use crate::scheduler::{Config, Key, PreemptionMode, Scheduler};
 use crate::sequence::{Group, Sequence, State};
@@ -26,6 +30,7 @@ impl Scheduler {
         if self.flights.len() >= 2 {
             return None;
         }
+        self.take_grammars();
         let mut draft = std::mem::take(&mut self.draft);
         draft.clear();
         let mut budget = self.config.max_num_batched_tokens;
@@ -46,6 +51,9 @@ impl Scheduler {
             plan
         });
         self.draft = draft;
+        for (request_id, why) in self.draft.take_broken() {
+            self.fail_grammar(&request_id, &why);
+        }
         plan
     }
 
@@ -300,9 +308,43 @@ impl Scheduler {
         }
     }
 
+    /// The first request that waits for room alone.
+    fn first_waiting(&self) -> Option<Key> {
+        let ready = |key: &&Key| self.groups[key.slot as usize].as_ref().is_some_and(|group| !group.compiling);
+        self.waiting.iter().find(ready).copied()
+    }
+
+    /// Hand out grammars that are ready; requests whose grammar cannot be had fail.
+    fn take_grammars(&mut self) {
+        let Some(compiler) = &mut self.compiler else { return };
+        for ((slot, arrival), compiled) in compiler.take() {
+            let group = self.groups[slot as usize].as_deref_mut();
+            let Some(group) = group.filter(|group| group.request.arrival == arrival) else { continue };
+            match compiled {
+                Ok(grammar) => {
+                    group.compiling = false;
+                    group.sequences[0].history.grammar = Some(Box::new(grammar));
+                }
+                Err(why) => {
+                    let request_id = Arc::clone(&group.request.request_id);
+                    self.fail_grammar(&request_id, &why);
+                }
+            }
+        }
+    }
+
+    /// End a request whose grammar cannot be compiled, or followed any further.
+    pub(crate) fn fail_grammar(&mut self, request_id: &str, why: &str) {
+        let group = self.by_id.get(request_id).and_then(|&slot| self.groups[slot as usize].as_ref());
+        let wanted = group.and_then(|group| group.request.params.structured_outputs.as_ref());
+        let field = wanted.map_or("", StructuredOutputs::field);
+        let message = format!("structured_outputs.{field} cannot be used: {why}");
+        self.fail(request_id, Error::parameter("structured_outputs", message));
+    }
+
     /// Admit waiting groups, in order, while there is room.
     fn admit(&mut self, draft: &mut Draft, budget: &mut usize) {
-        while let Some(&key) = self.waiting.first().filter(|_| *budget > 0) {
+        while let Some(key) = self.first_waiting().filter(|_| *budget > 0) {
             let Some(mut group) = self.groups[key.slot as usize].take() else { return };
             let want = self.try_admit(&mut group, *budget);
             self.groups[key.slot as usize] = Some(group);

@@ -15,6 +15,7 @@ use crate::block_map::{BlockMap, RequestState};
 use crate::detokenizer::Vocabulary;
 use crate::draft::{Draft, Flight};
 use crate::error::{Error, Result};
+use crate::grammar::Compiler;
 use crate::limits::EngineLimits;
 use crate::output::Output;
 use crate::sequence::{Group, Request, State};
@@ -35,6 +36,8 @@ pub struct Scheduler {
     pub(crate) limits: EngineLimits,
     pub(crate) blocks: BlockManager,
     pub(crate) vocabulary: Option<Arc<Vocabulary>>,
+    /// None without a vocabulary.
+    pub(crate) compiler: Option<Compiler>,
     pub(crate) groups: Vec<Option<Box<Group>>>,
     pub(crate) waiting: BTreeSet<Key>,
     /// What the waiting groups will take.
@@ -49,6 +52,8 @@ pub struct Scheduler {
     pub(crate) draft: Draft,
     pub(crate) next_step: u32,
     pub(crate) counters: Counters,
+    /// Requests whose grammar does not take the tokens being committed, and why.
+    pub(crate) broken: Vec<(Arc<str>, String)>,
     /// Last outputs of requests that failed.
     pub(crate) failed: Vec<Output>,
     pub(crate) by_id: HashMap<Arc<str>, u32>,
@@ -72,6 +77,10 @@ impl Scheduler {
                 config.enable_prefix_caching,
             ),
             limits: EngineLimits::new(&config, vocabulary.is_some()),
+            compiler: vocabulary.clone().map(|vocabulary| {
+                let eos = config.eos_token_ids.iter().copied().filter(|&id| (id as usize) < config.vocab_size);
+                Compiler::new(vocabulary, config.vocab_size, eos.collect())
+            }),
             vocabulary,
             groups: Vec::new(),
             waiting: BTreeSet::new(),
@@ -83,6 +92,7 @@ impl Scheduler {
             draft: Draft::default(),
             next_step: 0,
             counters: Counters::default(),
+            broken: Vec::new(),
             failed: Vec::new(),
             by_id: HashMap::new(),
             free_slots: Vec::new(),
@@ -163,6 +173,11 @@ impl Scheduler {
     /// Whether a request is alive, or has failed and nobody has been told.
     pub fn has_unfinished(&self) -> bool {
         !self.by_id.is_empty() || !self.failed.is_empty()
+    }
+
+    /// Whether a request waits for its grammar.
+    pub fn is_compiling(&self) -> bool {
+        self.compiler.as_ref().is_some_and(Compiler::is_busy)
     }
 
     /// Live requests.

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use crate::beam::BeamSearch;
 use crate::block_manager::{BlockHash, BlockTable};
 use crate::detokenizer::{Detokenizer, StopStrings, Vocabulary};
+use crate::grammar::Grammar;
 use crate::output::{FinishReason, LogprobTable, StopReason, Timing};
 use crate::plan::{ROW_PARAMS, RowParam};
 use crate::processor::Processor;
@@ -99,6 +100,10 @@ pub struct History {
     /// Stop strings are looked for from this byte of the text on (behind `min_tokens`).
     stop_floor: usize,
     regex_search: RegexSearch,
+    /// What the output must be, and how far it has come.
+    pub grammar: Option<Box<Grammar>>,
+    /// Why the grammar cannot be followed any further.
+    pub grammar_error: Option<String>,
 }
 
 impl History {
@@ -132,8 +137,29 @@ impl History {
         }
         if let Some((id, reported)) = stop {
             self.end(FinishReason::Stop, reported.then_some(StopReason::Token(*id)));
-        } else if !self.ends_with_stop_text(new_from, request) && self.output.len() >= request.max_output {
+            return;
+        }
+        let whole = self.follow_grammar(token);
+        let stopped = self.ends_with_stop_text(new_from, request);
+        if stopped {
+            return;
+        }
+        if whole {
+            self.end(FinishReason::Stop, None);
+        } else if self.output.len() >= request.max_output {
             self.end(FinishReason::Length, None);
+        }
+    }
+
+    /// Whether the grammar, if there is one, allows nothing more.
+    fn follow_grammar(&mut self, token: u32) -> bool {
+        match self.grammar.as_mut().map(|grammar| grammar.accept(token)) {
+            None => false,
+            Some(Ok(whole)) => whole,
+            Some(Err(why)) => {
+                self.grammar_error = Some(why);
+                false
+            }
         }
     }
 
@@ -246,6 +272,8 @@ pub struct Group {
     pub state: State,
     /// Its sequences; ended ones stay until the group ends (beams: only the running ones).
     pub sequences: Sequences,
+    /// Whether it waits for its grammar.
+    pub compiling: bool,
     /// Whether the prompt's KV has been handed on: while false, only the first live sequence computes, up to the
     /// prompt's end. True from the start for requests of one sequence.
     pub forked: bool,

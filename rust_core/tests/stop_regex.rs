@@ -1,5 +1,7 @@
 //! Regular expressions that end a text, against the definition: of all matches the one that ends first.
 
+#![allow(clippy::unwrap_used)]
+
 use proptest::prelude::*;
 use pyvllm_core::stop_regex::{MAX_MATCH, RegexSearch, StopRegexes};
 use regex::Regex;

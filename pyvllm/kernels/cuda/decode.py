@@ -41,7 +41,7 @@ class DecodeLaunch:
 
 def supports(attention: Attention, kv_layer: Tensor) -> bool:
     """Whether `decode_attention` serves it: bfloat16 or float16, D of 64, 128, 192 or 256, groups of at most 8 query
-    heads, and blocks of a multiple of 16 tokens.
+    heads, blocks of a multiple of 16 tokens, no sinks.
     """
     block_size, head_dim = kv_layer.shape[3:]
     return (
@@ -51,6 +51,7 @@ def supports(attention: Attention, kv_layer: Tensor) -> bool:
         and head_dim % 64 == 0
         and head_dim <= _MAX_HEAD_DIM
         and attention.num_heads // attention.num_kv_heads <= _MAX_GROUP
+        and not attention.sinks
     )
 
 

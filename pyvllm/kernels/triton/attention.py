@@ -299,8 +299,11 @@ def write_kv(kv_layer: Tensor, key_value: Tensor, plan: AttentionPlan) -> None:
     )
 
 
-def paged_attention(query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-    """See `Kernels.paged_attention`. The last dimension of `query` must be contiguous."""
+def paged_attention(query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor | None = None) -> Tensor:
+    """See `Kernels.paged_attention`, and with `sinks` `[H]` `Kernels.paged_attention_with_sinks`.
+
+    The last dimension of `query` must be contiguous.
+    """
     output = torch.empty(len(query), query.shape[1] * query.shape[2], dtype=query.dtype, device=query.device)
     strides = query.stride(0), query.stride(1)
     scale = plan.attention.scale
@@ -330,6 +333,7 @@ def paged_attention(query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Ten
             decode.num_items,
             plan.block_table_ids,
             plan.slopes,
+            sinks,
             decode.partial_stats,
             decode.partial_outputs,
             decode.counters,
@@ -347,6 +351,7 @@ def paged_attention(query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Ten
             prefill.num_items,
             plan.block_table_ids,
             plan.slopes,
+            sinks,
             *strides,
             scale,
             **prefill.constants,

@@ -112,3 +112,14 @@ def accumulate(
     row_sum = row_sum * decay + tl.sum(weights, 1)
     output = tl.dot(weights.to(value.dtype), value, output * decay[:, None], input_precision=PRECISION)
     return new_max, row_sum, output
+
+
+@triton.jit
+def accumulate_sinks(
+    sinks: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, output: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One more score for each row, which no value belongs to: `sinks` [M], -inf for none. See `accumulate`."""
+    sinks = sinks.to(tl.float32) * LOG2_E
+    new_max = tl.maximum(row_max, sinks)
+    decay = tl.exp2(row_max - new_max)
+    return new_max, row_sum * decay + tl.exp2(sinks - new_max), output * decay[:, None]

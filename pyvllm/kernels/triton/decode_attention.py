@@ -16,6 +16,7 @@ import triton.language as tl
 from pyvllm.kernels.triton.attention_tiles import (
     MASKED,
     accumulate,
+    accumulate_sinks,
     log2_factor,
     mask_scores,
     tile_block,
@@ -176,6 +177,7 @@ def decode_kernel(
     num_items: tl.tensor,
     block_table_ids: tl.tensor,
     slopes: tl.tensor,
+    sinks: tl.tensor | None,
     partial_stats: tl.tensor,
     partial_outputs: tl.tensor,
     counters: tl.tensor,
@@ -202,9 +204,10 @@ def decode_kernel(
     """Grid: bound of the items * head tiles: KV heads * tiles of ROWS heads of a group. Heads of an item lie together.
 
     `query` [S, H, D] with strides, `kv_layer` [N, 2, K, B, D], `output` [S, H, D], `items` and `num_items` of
-    `decode_items_kernel`, `slopes` [H] float32. By slot, head tile and row of it, of which the first PARTIAL_ROWS
-    matter: `partial_stats` (maximum, sum) and `partial_outputs` [D], float32. `counters` by slot and head tile: 0
-    before and after. `shared_stats` and `shared_outputs`: see `cascade_kernel`; of no cascades SHARED_AT_ONCE is 0.
+    `decode_items_kernel`, `slopes` [H] float32, `sinks` [H] of any float type or None. By slot, head tile and row of
+    it, of which the first PARTIAL_ROWS matter: `partial_stats` (maximum, sum) and `partial_outputs` [D], float32.
+    `counters` by slot and head tile: 0 before and after. `shared_stats` and `shared_outputs`: see `cascade_kernel`; of
+    no cascades SHARED_AT_ONCE is 0.
     """
     GROUP_TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * GROUP_TILES
@@ -253,6 +256,11 @@ def decode_kernel(
             PARTIAL_ROWS,
             SHARED_AT_ONCE,
         )
+    if sinks is not None:
+        # Once for each sequence, whose items are combined.
+        own_sinks = tl.load(sinks + head, mask=member < GROUP, other=float("-inf"))
+        own_sinks = tl.where(split == 0, own_sinks, float("-inf"))
+        row_max, row_sum, result = accumulate_sinks(own_sinks, row_max, row_sum, result)
     row_max, row_sum, result = _attend(
         row_max,
         row_sum,

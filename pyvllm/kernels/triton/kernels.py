@@ -23,6 +23,7 @@ class TritonKernels(Kernels[AttentionPlan]):
 
     name = "triton"
     cascades = True
+    has_sinks = True
 
     def compile_ahead(self) -> AbstractContextManager[None]:
         """See `Kernels.compile_ahead`."""
@@ -43,6 +44,10 @@ class TritonKernels(Kernels[AttentionPlan]):
     def paged_attention(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See `Kernels.paged_attention`."""
         return paged.paged_attention(query, kv_layer, plan)
+
+    def paged_attention_with_sinks(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan, sinks: Tensor) -> Tensor:
+        """See `Kernels.paged_attention_with_sinks`."""
+        return paged.paged_attention(query, kv_layer, plan, sinks)
 
     def embed(self, token_ids: Tensor, previous: Tensor, table: Tensor) -> Tensor:
         """See `Kernels.embed`."""

@@ -12,6 +12,7 @@ import triton.language as tl
 from pyvllm.kernels.triton.attention_tiles import (
     MASKED,
     accumulate,
+    accumulate_sinks,
     log2_factor,
     mask_scores,
     tile_block,
@@ -84,6 +85,7 @@ def prefill_kernel(
     num_items: tl.tensor,
     block_table_ids: tl.tensor,
     slopes: tl.tensor,
+    sinks: tl.tensor | None,
     token_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
@@ -104,7 +106,7 @@ def prefill_kernel(
 
     Row r is member r % MEMBERS of the group at token r // MEMBERS of the item. `query` [T, H, D] with strides,
     `kv_layer` [N, 2, K, B, D], `output` [T, H, D], `items` and `num_items` of `prefill_items_kernel` with
-    ROWS // MEMBERS tokens, `slopes` [H] float32.
+    ROWS // MEMBERS tokens, `slopes` [H] float32, `sinks` [H] of any float type or None.
     """
     MEMBER_TILES: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * MEMBER_TILES
@@ -149,6 +151,9 @@ def prefill_kernel(
     row_max = tl.full([ROWS], MASKED, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+    if sinks is not None:
+        own_sinks = tl.load(sinks + head, mask=valid_row, other=float("-inf"))
+        row_max, row_sum, result = accumulate_sinks(own_sinks, row_max, row_sum, result)
     for part in tl.static_range(3):
         if WINDOW > 0 or part > 0:
             row_max, row_sum, result = attend_rows(

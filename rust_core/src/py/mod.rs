@@ -302,6 +302,10 @@ impl Scheduler {
         self.0.fail(request_id, Error::parameter(parameter, message))
     }
 
+    fn is_compiling(&self) -> bool {
+        self.0.is_compiling()
+    }
+
     fn take_failed(&mut self) -> Vec<Output> {
         self.0.take_failed().into_iter().map(Output).collect()
     }

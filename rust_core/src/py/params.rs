@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString};
 
 use super::parameter_error;
+use crate::guided::{Constraint, StructuredOutputs};
 use crate::request::{EarlyStopping, OutputKind, SamplingParams};
 
 /// Whether a value is one of Python's two booleans, which are integers too.
@@ -84,6 +85,29 @@ impl<'py> Fields<'_, 'py> {
         entries.iter().map(entry).collect()
     }
 
+    fn structured_outputs(&self) -> PyResult<Option<StructuredOutputs>> {
+        let Some(value) = self.get("structured_outputs")? else { return Ok(None) };
+        let wrong = || Self::wrong("structured_outputs", "a StructuredOutputsParams", &value);
+        let (kind, content) =
+            value.call_method0("constraint").and_then(|pair| pair.extract::<(String, Bound<'py, PyAny>)>())?;
+        let text = || content.extract::<String>().map_err(|_| wrong());
+        let constraint = match kind.as_str() {
+            "json" => Constraint::Json(text()?),
+            "regex" => Constraint::Regex(text()?),
+            "choice" => Constraint::Choice(content.extract().map_err(|_| wrong())?),
+            "grammar" => Constraint::Grammar(text()?),
+            _ => Constraint::JsonObject,
+        };
+        let options = Fields(&value);
+        let flag = |name| options.bool(name).map(Option::unwrap_or_default);
+        Ok(Some(StructuredOutputs {
+            constraint,
+            disable_any_whitespace: flag("disable_any_whitespace")?,
+            disable_additional_properties: flag("disable_additional_properties")?,
+            whitespace_pattern: options.get("whitespace_pattern")?.map(|pattern| pattern.extract()).transpose()?,
+        }))
+    }
+
     fn output_kind(&self) -> PyResult<OutputKind> {
         let Some(value) = self.get("output_kind")? else { return Ok(OutputKind::default()) };
         match value.extract::<i64>() {
@@ -139,6 +163,7 @@ pub(super) fn extract(params: &Bound<'_, PyAny>) -> PyResult<SamplingParams> {
         truncate_prompt_tokens: fields.int("truncate_prompt_tokens")?,
         logit_bias: fields.logit_bias()?,
         allowed_token_ids: fields.ids("allowed_token_ids")?,
+        structured_outputs: fields.structured_outputs()?,
         output_kind: fields.output_kind()?,
         use_beam_search: fields.bool("use_beam_search")?.unwrap_or_default(),
         length_penalty: fields.float("length_penalty")?.unwrap_or(default.length_penalty),
