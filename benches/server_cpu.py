@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import json
 import multiprocessing
 import os
@@ -209,7 +210,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=256, help="requests at once [default: 256]")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each [default: 128]")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each [default: 256]")
     parser.add_argument("--rounds", type=int, default=5, help="the best of so many is taken [default: 5]")
     parser.add_argument("--profile", action="store_true", help="profile one round of streams instead")
     args = parser.parse_args()
@@ -224,6 +225,8 @@ def main() -> None:
             num_gpu_blocks_override=blocks,
         )
         llm = start_engine(engine_args)
+    gc.collect()
+    gc.freeze()  # as the server does
     try:
         run(llm, args)
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -104,6 +104,13 @@ class OutputStream:
         output = None if self._ended else self._next()
         return [] if output is None else [output]
 
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """Have `callback`, which must not raise, called whenever `poll` has something to return or to raise.
+
+        It costs a part of what waking a task does; for servers of many streams.
+        """
+        self._client.call_on_news(self._number, callback)
+
     def close(self) -> None:
         """Abort the request if it has not finished."""
         if not self._ended:
@@ -114,6 +121,8 @@ class OutputStream:
         output = self._client.front.take(self._number)
         if output is not None:
             self._ended = output.finished
+            if self._ended:
+                self._client.call_on_news(self._number, None)
             if output.error is not None:
                 raise output.error
             return output

@@ -323,13 +323,15 @@ class StepLimits:
     """Tokens of all sequences."""
 
 
-def resolve_max_model_len(args: EngineArgs, native: int) -> int:
+def resolve_max_model_len(args: EngineArgs, native: int, *, usual: int | None = None) -> int:
     """The length to plan for; with `auto` the model's own, which `limit_to_pool` then lowers.
 
-    `native`: positions the model has. Raises `ValueError` for more than that, unless PYVLLM_ALLOW_LONG_MAX_MODEL_LEN
-    is 1.
+    `native`: positions the model has; `usual`: those that it should have if nothing is said, if not all of these.
+    Raises `ValueError` for more than `native`, unless PYVLLM_ALLOW_LONG_MAX_MODEL_LEN is 1.
     """
-    wanted = None if args.max_model_len is None else parse_length("max_model_len", args.max_model_len)
+    if args.max_model_len is None:
+        return usual or native
+    wanted = parse_length("max_model_len", args.max_model_len)
     if wanted is None:
         return native
     if wanted > native and env("ALLOW_LONG_MAX_MODEL_LEN") not in ("1", "true"):

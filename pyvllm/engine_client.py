@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 from pyvllm import _core
@@ -51,6 +52,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._callbacks: dict[int, Callable[[], None]] = {}
         self._errors: dict[int, Exception] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._idle: asyncio.Future[None] | None = None
@@ -113,6 +115,12 @@ class EngineClient:
         waiter = self._waiting[number] = self._loop.create_future()
         return waiter
 
+    def call_on_news(self, number: int, callback: Callable[[], None] | None) -> None:
+        """Have `callback`, which must not raise, called at once when there is news of a request; None: no more."""
+        self._callbacks.pop(number, None)
+        if callback is not None:
+            self._callbacks[number] = callback
+
     def raise_if_failed(self, number: int) -> None:
         """Raise what a request ended of, if it failed."""
         error = self._errors.pop(number, None)
@@ -124,6 +132,7 @@ class EngineClient:
     def forget(self, number: int) -> None:
         """A request's outputs are of no use any more: abort it if it has not finished."""
         self._errors.pop(number, None)
+        self._callbacks.pop(number, None)
         self._wake(number)
         if self.front.drop_request(number) and self.dead_error is None:
             self.send(Kind.ABORT, NUMBER.pack(number))
@@ -156,6 +165,9 @@ class EngineClient:
             await asyncio.shield(self._idle)
 
     def _wake(self, number: int) -> None:
+        callback = self._callbacks.get(number)
+        if callback is not None:
+            callback()
         waiter = self._waiting.pop(number, None)
         if waiter is not None and not waiter.done():  # It is, if the task that waited was cancelled.
             waiter.set_result(None)
@@ -249,6 +261,7 @@ class EngineClient:
             for future in waiting + ([self._idle] if self._idle else []):
                 future.cancel()
         self._waiting.clear()
+        self._callbacks.clear()
         self._loop = None
 
     def _watch(self) -> None:
@@ -281,7 +294,7 @@ class EngineClient:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._connection)
             self._loop.remove_writer(self._connection)
-        for number in list(self._waiting):
+        for number in {*self._waiting, *self._callbacks}:
             self._wake(number)
         for reply in self._calls.values():
             if not reply.done():

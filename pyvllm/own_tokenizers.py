@@ -27,8 +27,12 @@ class OwnTokenizer:
 
     backend: Tokenizer
     special_tokens: dict[str, str]
-    """`bos_token`, `eos_token`, ... -> content. `eos_token` ends a turn of a chat, where that is another token."""
+    """`bos_token`, `eos_token`, ... -> content. `eos_token` ends a turn of a chat, where that is another token, and may
+    then be a token like others."""
+    settings: Mapping[str, Any]
+    """The contents of `tokenizer_config.json`, with tokens called and found as here."""
     chat_template: str | None = None
+    """For a folder that stores none."""
 
 
 def build_own_tokenizer(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer | None:
@@ -38,25 +42,27 @@ def build_own_tokenizer(folder: Path, settings: Mapping[str, Any]) -> OwnTokeniz
     missing or damaged.
     """
     build = _CLASSES.get(str(settings.get("tokenizer_class")))
-    return None if build is None else build(folder, settings)
+    return (
+        None if build is None else build(folder, dict(settings) | {"added_tokens_decoder": _listed(folder, settings)})
+    )
 
 
 def _internlm(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
     """InternLM 1 to 3. The first has a form of chat that its files do not store."""
     tokens = _Tokens.read(folder, settings)
-    turns = [token for token in ("<|User|>", "<|Bot|>", "<eoh>", "<eoa>") if token in tokens.ids]
-    special_tokens = tokens.special_tokens | ({"eos_token": "<eoa>"} if "<eoa>" in turns else {})
+    chat = "<eoa>" in tokens.ids
     return OwnTokenizer(
-        backend=tokens.backend(turns, _bos_eos(tokens, settings)),
-        special_tokens=special_tokens,
-        chat_template=_INTERNLM_CHAT if "<eoa>" in turns else None,
+        backend=tokens.backend([], _bos_eos(tokens, settings)),
+        special_tokens=tokens.special_tokens | ({"eos_token": "<eoa>"} if chat else {}),
+        settings=settings,
+        chat_template=_INTERNLM_CHAT if chat else None,
     )
 
 
 def _baichuan(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
     """Baichuan 1 and 2. In a chat two reserved tokens, which generation_config.json names, stand for the roles."""
     tokens = _Tokens.read(folder, settings)
-    config = _generation_config(folder)
+    config = _object(folder / "generation_config.json")
     ids = [config.get(name) for name in ("user_token_id", "assistant_token_id")]
     roles = [tokens.names[i] for i in ids if type(i) is int and 0 <= i < len(tokens.names)]
     template = None
@@ -65,6 +71,7 @@ def _baichuan(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
     return OwnTokenizer(
         backend=tokens.backend(roles, _bos_eos(tokens, settings)),
         special_tokens=tokens.special_tokens,
+        settings=settings,
         chat_template=template,
     )
 
@@ -76,15 +83,22 @@ _CHATGLM_ROLES: Final = ("<|system|>", "<|user|>", "<|assistant|>", "<|observati
 def _chatglm(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
     """ChatGLM 2 and 3: special tokens follow the vocabulary, and every text begins with two of them.
 
-    Its own code calls `<sop>` and `<eop>` sop and eop, which a text may contain.
+    Its own code and files call `<sop>` and `<eop>` sop and eop, which a text may contain.
     """
-    added = (*_CHATGLM_TOKENS, *_CHATGLM_ROLES)
+    second = "chatglm2" in str(_object(folder / "config.json").get("_name_or_path")).lower()
+    added = _CHATGLM_TOKENS if second else (*_CHATGLM_TOKENS, *_CHATGLM_ROLES)
+    known = {*added, "sop", "eop"}
+    listed = {key: token for key, token in settings["added_tokens_decoder"].items() if token["content"] not in known}
+    settings = dict(settings) | {"added_tokens_decoder": listed, "additional_special_tokens": None}
+    if isinstance(stored := settings.get("chat_template"), str):
+        settings["chat_template"] = stored.replace("[gMASK]sop", "[gMASK]<sop>")
     tokens = _Tokens.read(folder, settings, added)
     return OwnTokenizer(
         backend=tokens.backend(added, (["[gMASK]", "<sop>"], [])),
-        # The user's turn ends what the assistant says.
-        special_tokens=tokens.special_tokens | {"eos_token": "<|user|>"},
-        chat_template=_CHATGLM_CHAT,
+        # In the third, the user's turn ends what the assistant says.
+        special_tokens=tokens.special_tokens | ({} if second else {"eos_token": "<|user|>"}),
+        settings=settings,
+        chat_template=_CHATGLM2_CHAT if second else _CHATGLM3_CHAT,
     )
 
 
@@ -103,10 +117,11 @@ def _qwen(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
     backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    chat = _generation_config(folder).get("chat_format") == "chatml"
+    chat = _object(folder / "generation_config.json").get("chat_format") == "chatml"
     return OwnTokenizer(
         backend=backend,
         special_tokens={"eos_token": "<|im_end|>" if chat else "<|endoftext|>", "pad_token": "<|endoftext|>"},
+        settings=settings,
         chat_template=_QWEN_CHAT if chat else None,
     )
 
@@ -128,8 +143,8 @@ _CLASSES: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], OwnTokenizer]]]
 
 _INTERNLM_CHAT: Final = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\n' }}"
-    "{% elif message['role'] == 'user' %}{{ '<|User|>:' + message['content'] + '<eoh>\n' }}"
+    "{% if message['role'] == 'system' %}{{ '<|System|>:' + message['content'] + '\n' }}"
+    "{% elif message['role'] == 'user' %}{{ '<|User|>:' + message['content'] + '\n' }}"
     "{% else %}{{ '<|Bot|>:' + message['content'] + '<eoa>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|Bot|>:' }}{% endif %}"
 )
@@ -139,7 +154,15 @@ _BAICHUAN_CHAT: Final = (
     "{% elif message['role'] == 'assistant' %}{{ 'ASSISTANT' }}{% endif %}"
     "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT' }}{% endif %}"
 )
-_CHATGLM_CHAT: Final = (
+_CHATGLM2_CHAT: Final = (
+    "{{ '[gMASK]<sop>' }}{% set turn = namespace(number=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set turn.number = turn.number + 1 %}"
+    "{{ '[Round ' + turn.number | string + ']\n\n问\uff1a' + message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '答\uff1a' + message['content'] + '\n\n' }}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '答\uff1a' }}{% endif %}"
+)
+_CHATGLM3_CHAT: Final = (
     "{{ '[gMASK]<sop>' }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n ' + message['content'] }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -177,10 +200,9 @@ class _Tokens:
             raise FileNotFoundError(f"{path} is not there, which {settings.get('tokenizer_class')} is read from")
         model = read_sentencepiece(path)
         names = [*model.pieces, *added]
-        for key, token in (settings.get("added_tokens_decoder") or {}).items():
-            token_id, content = int(key), token["content"]
-            names += [f"[EMPTY_{i}]" for i in range(len(names), token_id + 1)]
-            names[token_id] = content
+        for token_id, token in settings["added_tokens_decoder"].items():
+            names += [f"[EMPTY_{i}]" for i in range(len(names), int(token_id) + 1)]
+            names[int(token_id)] = token["content"]
         special_tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         for name in (*special_tokens, "pad_token"):
             given = settings.get(name)
@@ -193,6 +215,7 @@ class _Tokens:
     def backend(self, special: Sequence[str], around: tuple[Sequence[str], Sequence[str]]) -> Tokenizer:
         """`special`: tokens to be found in a text beside those of the file. `around`: those added before and after."""
         backend = build_sentencepiece(self.model, self.names)
+        special = [*self.special_tokens.values(), *special]
         backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
         pieces = [f"t{self.ids[token]}" for token in around[0]] + ["$A"]
         pieces += [f"t{self.ids[token]}" for token in around[1]]
@@ -214,9 +237,27 @@ def _bos_eos(tokens: _Tokens, settings: Mapping[str, Any]) -> tuple[list[str], l
     return added[0], added[1]
 
 
-def _generation_config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "generation_config.json"
+def _object(path: Path) -> Mapping[str, Any]:
     return read_object(path) if path.is_file() else {}
+
+
+# Far beyond any vocabulary: a corrupt id must not fill the memory with names.
+_MOST_IDS: Final = 10_000_000
+
+
+def _listed(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`added_tokens_decoder`: id -> content and flags. These classes cut texts at its tokens before all else."""
+    listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, Mapping):
+        raise ValueError(f"{folder}: added_tokens_decoder in tokenizer_config.json is {listed!r}, must be an object")
+    for key, token in listed.items():
+        content = token.get("content") if isinstance(token, Mapping) else None
+        if not (key.isdecimal() and int(key) < _MOST_IDS and isinstance(content, str) and content):
+            raise ValueError(
+                f"{folder}: added_tokens_decoder in tokenizer_config.json has {key!r}: {token!r}, must be an id below "
+                f"{_MOST_IDS} and an object with content"
+            )
+    return {key: dict(token) | {"normalized": False} for key, token in listed.items()}
 
 
 def _read_tiktoken(path: Path) -> dict[bytes, int]:

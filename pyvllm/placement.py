@@ -144,7 +144,7 @@ def _place_on_gpu(
 def _limits(args: EngineArgs, spec: ModelSpec, device: torch.device) -> tuple[StepLimits, int]:
     """Of a step, before the pool is known; tokens of a block."""
     defaults = DEVICE_DEFAULTS[device.type]
-    max_model_len = resolve_max_model_len(args, spec.max_position_embeddings)
+    max_model_len = resolve_max_model_len(args, spec.max_position_embeddings, usual=spec.usual_len)
     return resolve_step_limits(args, max_model_len, defaults), args.block_size or defaults.block_size
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 def build_sentencepiece(model: SentencePieceModel, names: Sequence[str]) -> Tokenizer:
     """The tokenizer. `names`: by id, what tokens are called, for some of them perhaps not as in the model.
 
-    Equal to SentencePiece, but that what follows a token which is found in the text as a whole (special, or defined by
-    the user) gets a space before it, as the text does at its start.
+    Equal to SentencePiece between special tokens: a text is cut at these, and each part has the space of a beginning.
+    Exception: a part that is nothing but a token defined by the user has none.
     """
     vocab = {name: token_id for token_id, name in enumerate(names)}
     unknown = next((names[i] for i, kind in enumerate(model.types) if kind == _UNKNOWN), None)
@@ -63,24 +64,29 @@ def build_sentencepiece(model: SentencePieceModel, names: Sequence[str]) -> Toke
         scored = list(zip(names, [*model.scores, *[0.0] * (len(names) - len(model.scores))], strict=True))
         unk_id = None if unknown is None else vocab[unknown]
         backend = Tokenizer(models.Unigram(scored, unk_id=unk_id, byte_fallback=model.byte_fallback))
-    steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
-    if model.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.add_dummy_prefix:
-        steps.append(normalizers.Prepend("▁"))
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    # Runs of spaces are merged like any other piece.
+    whole = [names[i] for i, kind in enumerate(model.types) if kind == _USER_DEFINED and "▁" not in names[i]]
+    backend.normalizer = _normalizer(model, whole)
     to_text: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     prefix = [decoders.Strip(" ", 1, 0)] if model.add_dummy_prefix else []
     backend.decoder = decoders.Sequence([*to_text, *prefix])
-    backend.add_tokens(
-        [
-            AddedToken(names[i], special=kind != _USER_DEFINED, normalized=False)
-            for i, kind in enumerate(model.types)
-            # Runs of spaces are merged like any other piece: a text has no "▁" before it is normalised.
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and "▁" not in names[i]
-        ]
-    )
+    special = [names[i] for i, kind in enumerate(model.types) if kind in (_UNKNOWN, _CONTROL)]
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    # Found after the normalizer has run on all the text around them.
+    backend.add_tokens([AddedToken(name, special=False, normalized=True) for name in whole])
     return backend
+
+
+def _normalizer(model: SentencePieceModel, whole: Sequence[str]) -> normalizers.Normalizer:
+    """`whole`: tokens to be found in the normalised text. They are normalised for that too, and must not change."""
+    steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps.append(normalizers.Replace(" ", "▁"))
+    if model.add_dummy_prefix:
+        names = "|".join(re.escape(name) for name in whole)
+        steps.append(normalizers.Replace(Regex(rf"\A(?!({names})?\z)"), "▁"))
+    return normalizers.Sequence(steps)
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

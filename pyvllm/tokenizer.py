@@ -191,14 +191,13 @@ def _from_tokenizer_json(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
 
 def _from_own_class(folder: Path) -> Tokenizer | None:
-    settings = _settings(folder)
-    made = build_own_tokenizer(folder, settings)
+    made = build_own_tokenizer(folder, _settings(folder))
     if made is None:
         return None
-    _add_tokens(made.backend, settings, made.special_tokens)
+    _add_tokens(made.backend, made.settings, {})
     templates = {} if made.chat_template is None else {"default": made.chat_template}
     return Tokenizer(
-        made.backend, special_tokens=made.special_tokens, chat_templates=_templates(folder, settings) or templates
+        made.backend, special_tokens=made.special_tokens, chat_templates=_templates(folder, made.settings) or templates
     )
 
 

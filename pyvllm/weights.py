@@ -35,6 +35,12 @@ class Unpacks(Protocol):
         Works on meta tensors; raises ValueError or RuntimeError for a shape that it cannot take apart.
         """
 
+    def lacks(self, name: str) -> bool:
+        """Whether a checkpoint's tensor belongs to something that this model does not have at all, such as eyes."""
+
+    def name_of(self, slot: str) -> str | None:
+        """What a checkpoint calls the tensor that fills a slot, perhaps without a prefix; None if that is not known."""
+
 
 def load_weights(
     spec: Unpacks,
@@ -116,10 +122,10 @@ def _inspect(spec: Unpacks, slots: Mapping[str, Tensor], tensors: Tensors, where
             plan.unexpected.append(name)
         elif parts:
             _match(plan, name, tensor, parts, slots)
-        else:
+        elif not spec.lacks(name):
             skipped.append(name)
     _tie(plan, skipped, slots, tensors)
-    plan.missing = [_describe_slot(slot, plan) for slot in slots if slot not in plan.used]
+    plan.missing = [_describe_slot(slot, plan, spec) for slot in slots if slot not in plan.used]
     problems = [
         f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{'; …' if len(names) > _SHOWN else ''}"
         for what, names in (
@@ -173,16 +179,17 @@ def _warn_if_different(head: str, embed: str, tensors: Tensors) -> None:
     logger.warning("the config ties %s to %s, but the stored tensors differ; %s is ignored", head, embed, head)
 
 
-def _describe_slot(slot: str, plan: _Plan) -> str:
-    """A missing slot, with the checkpoint name that it has in other layers where one can be inferred."""
+def _describe_slot(slot: str, plan: _Plan, spec: Unpacks) -> str:
+    """A missing slot, with its checkpoint name: that which it has in other layers, prefix and all, if there is one."""
     if slot == "head":
-        return "head (lm_head.weight; the config does not tie it to the embedding)"
+        return f"head ({spec.name_of(slot)}; the config does not tie it to the embedding)"
     if match := re.match(r"layers\.(\d+)\.(.+)", slot):
         for used, name in plan.used.items():
             other = re.match(r"layers\.(\d+)\.(.+)", used)
             if other and other[2] == match[2]:
                 return f"{name.replace(f'.{other[1]}.', f'.{match[1]}.', 1)} ({slot})"
-    return slot
+    known = spec.name_of(slot)
+    return slot if known is None else f"{known} ({slot})"
 
 
 def _fill_dummy(slots: Mapping[str, Tensor], *, std: float) -> None:

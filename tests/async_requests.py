@@ -9,7 +9,7 @@ from pyvllm import AsyncLLM, RequestOutput, SamplingParams
 from pyvllm.outputs import CompletionOutput
 from pyvllm.sampling_params import RequestOutputKind
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 8}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 

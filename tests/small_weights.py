@@ -22,6 +22,12 @@ class Spec:
     def __init__(self, *, tied: bool = False) -> None:
         self.tied = tied
 
+    def lacks(self, name: str) -> bool:
+        return name.endswith(".inv_freq")
+
+    def name_of(self, slot: str) -> str | None:
+        return "lm_head.weight" if slot == "head" else None
+
     def unpack(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         if name == "model.embed_tokens.weight":
             return [("embed", tensor)]

@@ -21,7 +21,13 @@ import torch
 from pyvllm import LLM, BeamSearchParams, ParameterError, SamplingParams
 from tests.conftest import TinyCheckpoint
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_gpu_blocks_override": 32,
+    "block_size": 8,
+    "max_model_len": 128,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 VOCABULARY = 320
 
@@ -276,7 +282,7 @@ def test_ctrl_c_ends_a_long_run_at_once(folder: Path) -> None:
     script = (
         "import sys\n"
         "from pyvllm import LLM, SamplingParams\n"
-        f"llm = LLM({str(folder)!r}, dtype='float32')\n"
+        f"llm = LLM({str(folder)!r}, device='cpu', dtype='float32')\n"
         "short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)\n"
         "expected = llm.generate('the', short, use_tqdm=False)[0].outputs[0].token_ids\n"
         "params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)\n"

@@ -13,7 +13,13 @@ from pyvllm import LLM, SamplingParams, calls
 from tests.conftest import TinyCheckpoint
 from tests.idle import assert_idle, engine_of
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "num_gpu_blocks_override": 32,
+    "block_size": 8,
+    "max_model_len": 128,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 

@@ -15,7 +15,7 @@ from pyvllm import LLM, SamplingParams, __version__
 from pyvllm.cli import main
 from tests.conftest import TinyCheckpoint
 
-FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--temperature", "0"]
+FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "64", "--temperature", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model(tiny_checkpoint: TinyCheckpoint) -> str:
 def texts(model: str) -> dict[str, str]:
     """Prompt -> what the model makes of it in 9 tokens."""
     prompts = ["the", "in the end", "rain"]
-    with LLM(model, dtype="float32", num_gpu_blocks_override=64) as llm:
+    with LLM(model, device="cpu", dtype="float32", num_gpu_blocks_override=64) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
     return {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
 
@@ -95,7 +95,7 @@ def test_a_line_of_a_file_is_a_prompt_whatever_is_in_it(
 def test_closed_streams(model: str) -> None:
     command = f"{sys.executable} -m pyvllm"
     for arguments, status, message in (
-        (f"generate {model} -p the >&-", 1, "pyvllm: error: standard output is closed\n"),
+        (f"generate {model} --device cpu -p the >&-", 1, "pyvllm: error: standard output is closed\n"),
         (f"generate {model} <&-", 2, "pyvllm: error: a prompt must be given: -p TEXT, -f FILE, or on stdin\n"),
         (f"chat {model} <&-", 0, ""),
     ):
@@ -117,7 +117,7 @@ def test_text_appears_as_it_is_made(model: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chat_asks_and_answers(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(model, dtype="float32", num_gpu_blocks_override=64) as llm:
+    with LLM(model, device="cpu", dtype="float32", num_gpu_blocks_override=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=5)
         messages: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
         first = llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
@@ -148,11 +148,11 @@ def test_chat_goes_on_after_a_question_that_is_too_long(
         (["generate", "-p", "x"], "a model must be given"),
         (["generate", "M", "-p", "x", "--top-p", "1.5"], "top_p must be a number from 0 to 1, got 1.5"),
         (["generate", "M", "-p", "x", "--block-size", "0"], "block_size must be an integer from 1"),
-        (["generate", "M", "-p", "x" * 600], "max_model_len"),
+        (["generate", "M", "-p", "x" * 600, "--device", "cpu"], "max_model_len"),
         (["generate", "M", "-f", "/nowhere.txt"], "/nowhere.txt"),
         (["generate", "M", "-f", sys.executable], f"{sys.executable} is not UTF-8"),
         (["generate", "M", "--model", "N", "-p", "x"], "two models are given, "),
-        (["chat", "M", "-q", "x", "--chat-template", "{{ raise_exception('no') }}"], "no"),
+        (["chat", "M", "-q", "x", "--device", "cpu", "--chat-template", "{{ raise_exception('no') }}"], "no"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -222,7 +222,7 @@ def test_module_runs_as_a_program(model: str, texts: dict[str, str]) -> None:
 
 def test_ctrl_c_ends_generate(model: str) -> None:
     command = [sys.executable, "-m", "pyvllm", "generate", model, "-p", "the", "--max-tokens", "500", "--ignore-eos"]
-    flags = ["--n", "64", "--dtype", "float32"]
+    flags = ["--n", "64", "--device", "cpu", "--dtype", "float32"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([*command, *flags], text=True, env=environment, **pipes) as child:

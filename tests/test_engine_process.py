@@ -234,7 +234,7 @@ def children() -> set[int]:
 def test_r006_loading_errors_arrive_as_they_are(tiny_llama: Path, tmp_path: Path) -> None:
     model = str(tiny_llama)
     same_error({"model": str(tmp_path / "nothing")}, FileNotFoundError)
-    same_error({"model": model, "num_gpu_blocks_override": 1}, ValueError)
+    same_error({"model": model, "device": "cpu", "num_gpu_blocks_override": 1}, ValueError)
     same_error({"model": model, "hf_overrides": {"architectures": ["UnknownForCausalLM"]}}, ValueError)
 
 

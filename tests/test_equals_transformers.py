@@ -22,6 +22,8 @@ TEXT = (
     "fibonacci(n - 1) + fibonacci(n - 2). Naïve café, 你好世界, 😀 and 3.14159 are all text too."
 )
 NEW_TOKENS = 64
+POOL: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 30}
+"""Leaves room for the reference on a GPU; a CPU's pool takes only what is touched."""
 
 
 def prompts_of_different_lengths(encode: Any, count: int) -> list[list[int]]:
@@ -32,7 +34,7 @@ def prompts_of_different_lengths(encode: Any, count: int) -> list[list[int]]:
 
 @contextmanager
 def reference(path: Path) -> Iterator[Any]:
-    """The same checkpoint in `transformers`, float32."""
+    """The same checkpoint in `transformers`, float32, on a GPU if there is one."""
     import transformers
 
     if path.suffix == ".gguf":
@@ -40,7 +42,7 @@ def reference(path: Path) -> Iterator[Any]:
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
-        yield model.eval()
+        yield model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def values(entries: Sequence[LogprobDict | None] | None, ids: list[int]) -> torch.Tensor:
@@ -57,7 +59,7 @@ def assert_greedy_equal(model: Any, llm: LLM, prompts: list[list[int]], new_toke
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         completion = output.outputs[0]
         ids = torch.tensor([prompt + completion.token_ids])
-        logprobs = model(ids).logits[0].log_softmax(-1)
+        logprobs = model(ids.to(model.device)).logits[0].log_softmax(-1).cpu()
         predicted = logprobs[len(prompt) - 1 : -1]
         assert predicted.argmax(-1).tolist() == completion.token_ids
         chosen = predicted.max(-1).values
@@ -78,8 +80,8 @@ def assert_beams_equal(
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
         its = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            torch.tensor([prompt], device=model.device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
             num_beams=width,
             num_return_sequences=width,
             max_new_tokens=new_tokens,
@@ -97,7 +99,7 @@ def assert_beams_equal(
             generated = generated[: ends[0] if ends else None]
             assert mine.tokens == prompt + generated
             length = len(generated)
-            assert mine.cum_logprob / length**params.length_penalty == pytest.approx(score.item(), abs=1e-4)
+            assert mine.cum_logprob / length**params.length_penalty == pytest.approx(score.item(), abs=1e-4, rel=1e-6)
 
 
 TINY = {
@@ -114,18 +116,46 @@ def test_tiny_model(name: str, tiny_checkpoint: TinyCheckpoint) -> None:
     """Random checkpoints of each family, through chunked prefill and small blocks."""
     path = tiny_checkpoint(name.split("_")[0], TINY[name])
     prompts = [[(11 * i + 7 * j) % 250 for j in range(1 + 5 * i)] for i in range(8)]
-    options = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 128}
-    with reference(path) as model, LLM(str(path), **options) as llm:
+    options = {
+        "dtype": "float32",
+        "block_size": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+        "max_num_seqs": 64,
+    }
+    with reference(path) as model, LLM(str(path), **options, **POOL) as llm:
         assert_greedy_equal(model, llm, prompts, 32)
         for early_stopping in (False, True):
             assert_beams_equal(model, llm, prompts[:5], 24, 4, early_stopping=early_stopping)
         assert_beams_equal(model, llm, prompts[:3], 24, 3, early_stopping="never", length_penalty=2.0)
 
 
+def test_b072_prompt_logprobs_cold_warm_and_in_chunks(tiny_llama: Path) -> None:
+    prompt = [(11 * i + 3) % 250 for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    options = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 7, "max_model_len": 64}
+    with reference(tiny_llama) as model, LLM(str(tiny_llama), **options) as llm:
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for _ in range(2):  # cold, then warm
+            entries = llm.generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
+            assert entries is not None
+            assert len(entries) == 20
+            assert entries[0] is None
+            torch.testing.assert_close(
+                values(entries[1:], prompt[1:]), expected[torch.arange(19), prompt[1:]], atol=1e-4, rtol=0
+            )
+            for i, entry in enumerate(entries[1:]):
+                assert entry is not None
+                best = expected[i].topk(3).indices.tolist()
+                assert [token for token in entry if entry[token].rank in (1, 2, 3)] == (
+                    best if prompt[i + 1] not in best else [prompt[i + 1], *(b for b in best if b != prompt[i + 1])]
+                )
+
+
 def test_stories260k(stories260k: Path) -> None:
     """A trained model, whose texts end by themselves."""
     prompts = [[1], [1, 403, 407, 261], [1, 378, 432, 383, 286, 261]]
-    with reference(stories260k) as model, LLM(str(stories260k), dtype="float32") as llm:
+    with reference(stories260k) as model, LLM(str(stories260k), dtype="float32", **POOL) as llm:
         assert_greedy_equal(model, llm, prompts, 200)
         for early_stopping in (False, True):
             assert_beams_equal(model, llm, prompts, 64, 4, early_stopping=early_stopping)
@@ -134,7 +164,7 @@ def test_stories260k(stories260k: Path) -> None:
 @pytest.fixture(scope="module")
 def smollm2_pair(smollm2: Path) -> Iterator[tuple[Any, LLM]]:
     """SmolLM2-135M-Instruct in both."""
-    with reference(smollm2) as model, LLM(str(smollm2), dtype="float32", max_model_len=1024) as llm:
+    with reference(smollm2) as model, LLM(str(smollm2), dtype="float32", max_model_len=1024, **POOL) as llm:
         yield model, llm
 
 

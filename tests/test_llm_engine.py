@@ -11,7 +11,7 @@ from pyvllm.outputs import RequestOutput
 from tests.conftest import TinyCheckpoint
 from tests.idle import assert_idle
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 128, "block_size": 8}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 128, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 

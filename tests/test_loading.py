@@ -17,7 +17,7 @@ from pyvllm.loading import choose_device, resolve_dtype
 from tests.conftest import TinyCheckpoint
 
 CPU = torch.device("cpu")
-OPTIONS: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 64}
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 64}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_tokenizer_and_template_from_elsewhere(folder: Path, tmp_path: Path) -> 
 
 
 def test_automatic_length_is_what_the_pool_holds(folder: Path) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 5, "block_size": 8}
+    options = OPTIONS | {"num_gpu_blocks_override": 5, "block_size": 8}
     with LLM(str(folder), max_model_len="auto", **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         (output,) = llm.generate([1, 2, 3], params, use_tqdm=False)
@@ -186,7 +186,8 @@ def test_start_does_not_touch_the_pool(folder: Path) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident_bytes()
-    with LLM(str(folder), dtype="float32", kv_cache_memory_bytes=2 << 30, swap_space=1) as llm:
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": 2 << 30, "swap_space": 1}
+    with LLM(str(folder), device="cpu", dtype="float32", **sizes) as llm:
         llm.generate("the", use_tqdm=False)
         assert resident_bytes() - before < 1 << 30
 
@@ -195,9 +196,9 @@ def test_statistics_are_logged_if_wanted(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYVLLM_LOG_STATS_INTERVAL", "0")
-    with caplog.at_level(logging.INFO, "pyvllm"), LLM(str(folder), dtype="float32", disable_log_stats=False) as llm:
+    with caplog.at_level(logging.INFO, "pyvllm"), LLM(str(folder), **OPTIONS, disable_log_stats=False) as llm:
         llm.generate("the", use_tqdm=False)
     assert "tokens/s, running 1, waiting 0" in caplog.text
     monkeypatch.setenv("PYVLLM_LOG_STATS_INTERVAL", "often")
     with pytest.raises(ValueError, match="PYVLLM_LOG_STATS_INTERVAL must be a number of seconds, got 'often'"):
-        LLM(str(folder), dtype="float32", disable_log_stats=False)
+        LLM(str(folder), **OPTIONS, disable_log_stats=False)

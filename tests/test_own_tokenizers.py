@@ -30,6 +30,7 @@ SAMPLES = [
     "你好世界, the family",
     "<|not special|> 3.14159",
     "\u2581x",
+    "\nx",
     " ",
     "",
 ]
@@ -74,7 +75,8 @@ def folder(path: Path, **files: Mapping[str, Any]) -> Path:
         {"remove_extra_whitespaces": True, "normalization_rule_name": "nmt_nfkc"},
         {"model_type": "unigram", "vocab_size": 400},
         {"model_type": "unigram", "vocab_size": 140, "byte_fallback": False},
-        {"user_defined_symbols": ["<tool>", "\u2581\u2581"]},
+        {"user_defined_symbols": ["<tool>", "<t", "a.c", "\u2581\u2581"]},
+        {"user_defined_symbols": ["<tool>"], "model_type": "unigram", "vocab_size": 400},
     ],
     ids=str,
 )
@@ -83,7 +85,7 @@ def test_ids_and_texts_equal_sentencepiece(options: dict[str, Any], tmp_path: Pa
     model = read_sentencepiece(tmp_path / "tokenizer.model")
     assert model.pieces == [reference.id_to_piece(i) for i in range(reference.vocab_size())]
     backend = build_sentencepiece(model, model.pieces)
-    for text in [*SAMPLES, TEXT, TEXT[::-1], "a   b <tool>"]:
+    for text in [*SAMPLES, TEXT, TEXT[::-1], "a   b <tool>", "<tool>the<tool> the\n<t the", "x<tool><tool>a.c abc"]:
         ids = backend.encode(text, add_special_tokens=False).ids
         assert ids == reference.encode(text), text
         if reference.unk_id() not in ids:
@@ -135,12 +137,12 @@ def test_internlm(tmp_path: Path) -> None:
         assert made.encode(text) == [reference.bos_id(), *reference.encode(text)]
         assert made.encode(text, add_special_tokens=False) == reference.encode(text)
     text = chat(made, "Hi", "Yes?", "It is a truth")
-    assert text == "<s><|User|>:Hi<eoh>\n<|Bot|>:Yes?<eoa>\n<|User|>:It is a truth<eoh>\n<|Bot|>:"
+    assert text == "<s><|User|>:Hi\n<|Bot|>:Yes?<eoa>\n<|User|>:It is a truth\n<|Bot|>:"
     ids = made.encode(text, add_special_tokens=False)
-    assert [made.token_text(i) for i in ids if made.token_text(i) in turns] == [*turns, *turns[:3]]
-    assert ids[0] == made.bos_token_id == 1
+    # Nothing comes between these tokens and what follows them: to the family's own code they are not special.
+    assert ids == [made.bos_token_id, *reference.encode(text.removeprefix("<s>"))]
     assert made.eos_token_id == made.token_id("<eoa>")
-    assert made.decode(ids) == ":Hi \n :Yes? \n :It is a truth \n :"  # each part begins with a space, as in its ids
+    assert made.decode(ids) == text.removeprefix("<s>")
 
 
 def test_internlm2_renames_tokens_of_the_file(tmp_path: Path) -> None:
@@ -194,6 +196,53 @@ def test_chatglm(tmp_path: Path) -> None:
     assert ids == [*expected, first + 7, *reference.encode("\n the family"), first + 7]
     assert made.vocab_size == first + 9
     assert made.eos_token_id == first + 6
+
+
+def test_chatglm3_as_its_files_spell_it(tmp_path: Path) -> None:
+    """They list special tokens as plain ones, and write one of them, in a template, as letters of a text."""
+    reference = train(tmp_path / "tokenizer.model")
+    first = reference.vocab_size()
+    listed = {1: "[gMASK]", 3: "sop", 6: "<|user|>", 7: "<|assistant|>", 8: "<|observation|>"}
+    config = {
+        "tokenizer_class": "ChatGLMTokenizer",
+        "added_tokens_decoder": {
+            str(first + i): {"content": content, "normalized": True, "special": False} for i, content in listed.items()
+        },
+        "additional_special_tokens": ["sop", "<|user|>"],
+        "chat_template": "{% for m in messages %}{% if loop.first %}[gMASK]sop{% endif %}<|{{ m['role'] }}|>\n "
+        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    }
+    made = load_tokenizer(folder(tmp_path, tokenizer_config=config))
+    ids = made.encode(chat(made, "a sop"), add_special_tokens=False)
+    assert ids == [first + 1, first + 3, first + 6, *reference.encode("\n a sop"), first + 7]
+    assert made.decode(ids) == reference.decode(reference.encode("\n a sop"))
+    assert made.vocab_size == first + 9
+
+
+def test_chatglm2(tmp_path: Path) -> None:
+    reference = train(tmp_path / "tokenizer.model")
+    first = reference.vocab_size()
+    config = {"_name_or_path": "THUDM/chatglm2-6b"}
+    made = load_tokenizer(folder(tmp_path, tokenizer_config={"tokenizer_class": "ChatGLMTokenizer"}, config=config))
+    turn = "[Round 1]\n\n问\uff1aHi\n\n答\uff1a"
+    assert chat(made, "Hi") == f"[gMASK]<sop>{turn}"
+    ids = made.encode(chat(made, "Hi"), add_special_tokens=False)
+    assert ids == made.encode(turn) == [first + 1, first + 3, *reference.encode(turn)]
+    assert made.eos_token_id == reference.eos_id()
+    assert made.vocab_size == first + 5
+    assert made.token_id("<|user|>") is None
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [[3], {"x": {"content": "a"}}, {"10000000": {"content": "a"}}, {"7": "a"}, {"7": {"content": 3}}, {"7": {}}],
+)
+@pytest.mark.parametrize("name", ["InternLM2Tokenizer", "ChatGLMTokenizer"])
+def test_added_tokens_of_a_wrong_form_are_named(listed: Any, name: str, tmp_path: Path) -> None:
+    folder(tmp_path, tokenizer_config={"tokenizer_class": name, "added_tokens_decoder": listed})
+    train(tmp_path / "tokenizer.model")
+    with pytest.raises(ValueError, match=r"added_tokens_decoder in tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
 
 
 def test_qwen1(tmp_path: Path) -> None:

@@ -164,6 +164,28 @@ def test_truncation_to_the_models_length_leaves_room_for_output(tiny_llama: Path
             generate(llm, [list(range(100, 180))], SamplingParams(truncate_prompt_tokens=60))
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "max_tokens", "parameter"),
+    [(10, 5, "min_tokens"), (10, None, None), (10**9, None, "min_tokens"), (-1, 5, "min_tokens"), (500, None, None)],
+)
+def test_b087_min_tokens_that_cannot_be_reached(
+    llm: LLM, min_tokens: int, max_tokens: int | None, parameter: str | None
+) -> None:
+    def run() -> list[int]:
+        # Nothing but end of sequence is ever wanted.
+        params = SamplingParams(
+            temperature=0, min_tokens=min_tokens, max_tokens=max_tokens, logit_bias={257: 100.0}, detokenize=False
+        )
+        return generate(llm, PROMPT, params)[0].outputs[0].token_ids
+
+    if parameter is None:
+        assert len(run()) == min_tokens + 1
+        return
+    with pytest.raises(ParameterError) as caught:
+        run()
+    assert caught.value.parameter == parameter
+
+
 # --- logits_processors ------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
-"""Paged attention in Triton against the reference: interpreted without a GPU, and then not in bfloat16, which Triton's
-interpreter computes wrongly.
+"""Paged attention in Triton against the reference, on the CPU in Triton's interpreter. `tests/gpu/test_attention.py`:
+the same on a GPU.
+
+No bfloat16: the interpreter computes it wrongly.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import AttentionPlan, paged_attention, plan_attention
 from pyvllm.step import StepView
 from tests.attention_cases import DEVICE, MIXED, SMALL, UNSPLIT, compare, features, spec, step_buffer, view
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_attention.py holds these on a GPU", allow_module_level=True)
 
 DECODES = [(start, 1) for start in (36, 0, 7, 70, 15, 16, 31)]
 

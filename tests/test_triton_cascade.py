@@ -22,6 +22,9 @@ from pyvllm.placement import Layout, load_runner
 from pyvllm.step import StepView
 from tests.attention_cases import DEVICE, SMALL, Cascade, cascade_buffer, compare_cascades, slopes, spec, view
 
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_cascade.py holds these on a GPU", allow_module_level=True)
+
 UNCUT = AttentionConfig(decode=SMALL.decode, cascade=CascadeConfig(rows=16, min_tiles=1 << 20))
 
 # Members of several row tiles, sequences in no cascade between them, one that has a single token for itself.

@@ -22,9 +22,11 @@ MAX_DEPENDENCIES = 15
 
 
 def _run(command: list[str], cwd: Path, **variables: str) -> str:
-    """Standard output of `command`, run in `cwd` without this process's Python settings, torch on one thread."""
+    """Standard output of `command`, run in `cwd` without this process's Python settings, torch on one thread of a CPU:
+    the tests before may hold a GPU's memory.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    env = inherited | {"OMP_NUM_THREADS": "1"} | variables
+    env = inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, f"{command} failed\n{result.stdout}\n{result.stderr}"
     return result.stdout

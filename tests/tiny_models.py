@@ -15,7 +15,8 @@ from torch import Tensor
 from pyvllm.kernels import AnyKernels, select
 from pyvllm.kv_cache import KVCache
 from pyvllm.models import Decoder, ModelSpec
-from tests.plans import Entry, plan_buffer, view
+from pyvllm.step import HEADER_LEN, StepView
+from tests.plans import Entry, plan_buffer
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 96
@@ -118,24 +119,38 @@ def load(spec: ModelSpec, state: Mapping[str, Tensor], *, max_model_len: int = 8
 
 
 class Paged:
-    """Feeds a decoder sequences, their KV strewn over a pool."""
+    """Feeds a decoder sequences, at most `num_tokens` in all, their KV strewn over a pool."""
 
-    def __init__(self, decoder: Decoder, *, block_size: int, kernels: AnyKernels | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        block_size: int,
+        kernels: AnyKernels | None = None,
+        num_tokens: int = 400,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
         self.decoder = decoder
-        self.kernels = kernels or select(CPU, torch.float32)
+        self.kernels = kernels or select(device, dtype)
         self.block_size = block_size
-        num_blocks = 400 // block_size + 8
+        num_blocks = num_tokens // block_size + 8
         self.kv = KVCache(
             decoder.spec,
             num_blocks=num_blocks,
             num_host_blocks=0,
             block_size=block_size,
-            dtype=torch.float32,
-            device=CPU,
+            dtype=dtype,
+            device=device,
         )
         self.free = torch.randperm(num_blocks).tolist()
         self.lens: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
+
+    def share(self, sequence: int, of: int, blocks: int) -> None:
+        """A new sequence begins with whole blocks of another, as a prefix found in the cache does."""
+        self.tables[sequence] = self.tables[of][:blocks]
+        self.lens[sequence] = blocks * self.block_size
 
     def entry(self, sequence: int, token_ids: Sequence[int]) -> Entry:
         start = self.lens.get(sequence, 0)
@@ -150,8 +165,10 @@ class Paged:
         """Query tokens by sequence -> logits [query tokens, V] by sequence."""
         order = sorted(tokens, key=lambda sequence: len(tokens[sequence]) != 1)
         buffer = plan_buffer([self.entry(i, tokens[i]) for i in order], block_size=self.block_size)
-        step = view(buffer)
-        hidden = self.decoder.forward(step, torch.zeros(1, dtype=torch.int32), self.kv.layers, self.kernels)
+        device = self.kv.pool.device
+        step = StepView(torch.from_numpy(buffer).to(device), buffer[:HEADER_LEN].tolist())
+        previous = torch.zeros(1, dtype=torch.int32, device=device)
+        hidden = self.decoder.forward(step, previous, self.kv.layers, self.kernels)
         parts = torch.split(self.decoder.logits(hidden, self.kernels), [len(tokens[i]) for i in order])
         return dict(zip(order, parts, strict=True))
 

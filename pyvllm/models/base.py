@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 from pyvllm.kernels import ACTIVATIONS
 from pyvllm.layers.norm import NormSpec
 from pyvllm.layers.rope import RopeSpec
-from pyvllm.models.config_fields import choice, flag, integer, number, renamed, rope
+from pyvllm.models.config_fields import called, choice, flag, integer, number, renamed, rope
 from pyvllm.models.spec import ModelSpec
 from pyvllm.models.stored import Stored
 
@@ -71,13 +71,15 @@ def base_spec(
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     if config.get("head_dim") is None and hidden_size % num_heads:
         raise ValueError(
-            f"config field hidden_size is {hidden_size}, must be a multiple of num_attention_heads {num_heads}"
+            f"config field {called(config, 'hidden_size')} is {hidden_size}, must be a multiple of "
+            f"{called(config, 'num_attention_heads')} {num_heads}"
         )
     head_dim = integer(config, "head_dim", hidden_size // num_heads)
     num_kv_heads = integer(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"config field num_key_value_heads is {num_kv_heads}, must divide num_attention_heads {num_heads}"
+            f"config field {called(config, 'num_key_value_heads')} is {num_kv_heads}, must divide "
+            f"{called(config, 'num_attention_heads')} {num_heads}"
         )
     num_layers = integer(config, "num_hidden_layers", most=_MOST_LAYERS)
     max_len = integer(config, "max_position_embeddings", max_position_embeddings)
@@ -90,7 +92,7 @@ def base_spec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_len,
+        max_position_embeddings=max_len if every is None else max(max_len, _stretched(every)),
         windows=(None,) * num_layers,
         ropes=(every,) * num_layers,
         norm=norm or rms_norm(config),
@@ -98,6 +100,12 @@ def base_spec(
         tied=flag(config, "tie_word_embeddings", tied),
         names=names,
     )
+
+
+def _stretched(rope: RopeSpec) -> int:
+    """Tokens that a text may have; of other types than these, the config's number counts the stretching in."""
+    known = rope.rope_type in ("linear", "dynamic", "yarn")
+    return int(rope.trained_len * rope.factor) if known else 0
 
 
 def rms_norm(config: Mapping[str, Any], *, eps: float = 1e-6, weight_in_float32: bool = False) -> NormSpec:

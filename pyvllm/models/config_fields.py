@@ -16,9 +16,7 @@ def integer(config: Mapping[str, Any], name: str, default: Any = _MISSING, *, mo
     """A field that is a whole number from 1 to `most`; `default` if it is absent or null."""
     value = _get(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(
-            f"config field {_called(config, name)} is {value!r}, must be a whole number >= 1 and <= {most}"
-        )
+        raise ValueError(f"config field {called(config, name)} is {value!r}, must be a whole number >= 1 and <= {most}")
     return value
 
 
@@ -26,7 +24,7 @@ def number(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> flo
     """A field that is a finite number above 0; `default` if it is absent or null."""
     value = _get(config, name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"config field {_called(config, name)} is {value!r}, must be a finite number > 0")
+        raise ValueError(f"config field {called(config, name)} is {value!r}, must be a finite number > 0")
     return float(value)
 
 
@@ -34,7 +32,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A field that is true or false; `default` if it is absent or null."""
     value = _get(config, name, default)
     if not isinstance(value, bool):
-        raise ValueError(f"config field {_called(config, name)} is {value!r}, must be true or false")
+        raise ValueError(f"config field {called(config, name)} is {value!r}, must be true or false")
     return value
 
 
@@ -42,7 +40,7 @@ def choice(config: Mapping[str, Any], name: str, allowed: Collection[str], defau
     """A field that is one of a few words; `default` if it is absent or null."""
     value = _get(config, name, default)
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"config field {_called(config, name)} is {value!r}, supported: {', '.join(allowed)}")
+        raise ValueError(f"config field {called(config, name)} is {value!r}, supported: {', '.join(allowed)}")
     return str(value)
 
 
@@ -51,7 +49,8 @@ def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
     if value is None:
         value = default
     if value is _MISSING:
-        raise ValueError(f"config field {_called(config, name)} is missing")
+        names = dict.fromkeys((called(config, name), name))
+        raise ValueError(f"config field {' or '.join(names)} is missing")
     return value
 
 
@@ -71,12 +70,13 @@ class _Renamed(dict[str, Any]):
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The config with fields of other names, old -> new, also under the new name where that is absent or null."""
-    olds = {new: old for old, new in names.items() if config.get(old) is not None and config.get(new) is None}
-    called = dict(config.called) if isinstance(config, _Renamed) else {}
-    return _Renamed({**config, **{new: config[old] for new, old in olds.items()}}, called | olds)
+    known = config.called if isinstance(config, _Renamed) else {}
+    olds = {new: old for old, new in names.items() if config.get(new) is None}
+    fields = {new: config[old] for new, old in olds.items() if config.get(old) is not None}
+    return _Renamed({**config, **fields}, {**known, **{new: known.get(old, old) for new, old in olds.items()}})
 
 
-def _called(config: Mapping[str, Any], name: str) -> str:
+def called(config: Mapping[str, Any], name: str) -> str:
     """What the file calls a field."""
     return config.called.get(name, name) if isinstance(config, _Renamed) else name
 
@@ -89,17 +89,29 @@ def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: i
         raise ValueError(f"config field {name} is {fields!r}, must be one set of rope parameters")
     outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     fields = outer | {key: value for key, value in fields.items() if value is not None}
+    fields = _Renamed(fields, config.called if isinstance(config, _Renamed) else {})
     if "rope_type" not in fields and "type" in fields:
         fields["rope_type"] = fields["type"]
     rope_type = choice(fields, "rope_type", ROPE_TYPES, "default")
     dim = int(head_dim * number(fields, "partial_rotary_factor", 1.0))
     if dim % 2 or not 0 < dim <= head_dim:
-        raise ValueError(f"config fields head_dim and partial_rotary_factor rotate {dim} of {head_dim} dimensions")
+        factor = called(config, "partial_rotary_factor")
+        raise ValueError(
+            f"config fields {called(config, 'head_dim')} and {factor} rotate {dim} of {head_dim} dimensions"
+        )
     trained_len = max_position_embeddings
     if rope_type in ("llama3", "yarn", "longrope"):
         name = "original_max_position_embeddings"
         trained_len = integer(config, name, integer(fields, name, max_position_embeddings))
     spec = RopeSpec(rope_type=rope_type, theta=number(fields, "rope_theta", 10000.0), dim=dim, trained_len=trained_len)
+    if rope_type == "yarn" and spec.theta <= 1:
+        raise ValueError(f"config field {called(fields, 'rope_theta')} is {spec.theta}, must be > 1 with yarn")
+    if rope_type == "dynamic" and dim < 4:
+        raise ValueError(
+            f"config fields rotate {dim} of {head_dim} dimensions, must be at least 4 with dynamic scaling"
+        )
+    if rope_type == "longrope" and trained_len < 2:
+        raise ValueError(f"config field original_max_position_embeddings is {trained_len}, must be > 1 with longrope")
     if rope_type == "default":
         return spec
     if rope_type == "yarn":
@@ -109,6 +121,8 @@ def rope(config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: i
     spec = replace(spec, factor=number(fields, "factor"))
     if rope_type == "llama3":
         low, high = number(fields, "low_freq_factor"), number(fields, "high_freq_factor")
+        if low >= high:
+            raise ValueError(f"config field low_freq_factor is {low}, must be below high_freq_factor {high}")
         spec = replace(spec, low_freq_factor=low, high_freq_factor=high)
     return spec
 

@@ -12,7 +12,7 @@ from pyvllm.layers.attention import QueryKeyNorm
 from pyvllm.layers.moe import ExpertsSpec
 from pyvllm.layers.norm import NormSpec
 from pyvllm.layers.rope import RopeSpec
-from pyvllm.models.stored import Stored, numbered
+from pyvllm.models.stored import Stored, numbered, with_numbers
 
 # Buffers that old checkpoints carry and that are computed here.
 _SKIPPED_ENDS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -34,7 +34,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """Tokens that a text may have by the model's own account."""
+    """Tokens that a text may have by the model's own account, stretched rotary positions counted in."""
     windows: tuple[int | None, ...]
     """Of each layer, the keys that a query sees, itself included; None: all before it."""
 
@@ -107,6 +107,12 @@ class ModelSpec:
         """Layers."""
         return len(self.windows)
 
+    @property
+    def usual_len(self) -> int:
+        """Tokens that a text may have if nobody asks for more. Longrope has worse angles where more are allowed."""
+        lengths = [rope.trained_len for rope in self.ropes if rope is not None and rope.rope_type == "longrope"]
+        return min([self.max_position_embeddings, *lengths])
+
     def attention(self, layer: int) -> Attention:
         """What attention computes in a layer."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -121,13 +127,26 @@ class ModelSpec:
             sinks=self.sinks,
         )
 
+    def lacks(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is a buffer, or of a part, that there is not here."""
+        return name.endswith(_SKIPPED_ENDS) or name.startswith(self.skipped)
+
+    def name_of(self, slot: str) -> str | None:
+        """What the checkpoint calls the tensor that fills a slot, without a prefix; None if no name does."""
+        bias = slot.endswith(".bias")
+        pattern, numbers = numbered(slot.removesuffix(".bias"))
+        for name, stored in self.names:
+            if pattern in ((stored,) if isinstance(stored, str) else stored.slots):
+                return with_numbers(name, numbers) + (".bias" if bias else ".weight")
+        return None
+
     def unpack(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         """A checkpoint's tensor as (slot, tensor) pairs; [] if it is known and not needed, None if it is unknown.
 
         Slots are the keys of `Decoder.slots`, or such as a model with more biases or experts would have. Shapes are not
         checked but for what is needed to take a tensor apart: raises RuntimeError. `tensor` may be on the meta device.
         """
-        if name.endswith(_SKIPPED_ENDS) or name.startswith(self.skipped):
+        if self.lacks(name):
             return []
         prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
         pattern, numbers = numbered(name.removeprefix(prefix))

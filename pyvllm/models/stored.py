@@ -52,7 +52,7 @@ class Stored:
             parts = [part.float() + self.plus for part in parts]
         if self.unit_rows:
             parts = [functional.normalize(part.float()) for part in parts]
-        return [(_with(slot, numbers) + suffix, part) for slot, part in zip(self.slots, parts, strict=True)]
+        return [(with_numbers(slot, numbers) + suffix, part) for slot, part in zip(self.slots, parts, strict=True)]
 
 
 def numbered(name: str) -> tuple[str, dict[str, int]]:
@@ -67,7 +67,8 @@ def numbered(name: str) -> tuple[str, dict[str, int]]:
     return ".".join(pieces), numbers
 
 
-def _with(slot: str, numbers: Mapping[str, int]) -> str:
+def with_numbers(slot: str, numbers: Mapping[str, int]) -> str:
+    """`layers.N.q` -> `layers.3.q` for N 3."""
     return ".".join(str(numbers[piece]) if piece in numbers else piece for piece in slot.split("."))
 
 

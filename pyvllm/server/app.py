@@ -17,6 +17,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from pyvllm._core import __version__
 from pyvllm.server.auth import ApiKeys
@@ -53,13 +54,13 @@ class Route:
     answer: str = "application/json"
 
 
-def build_app(serving: Serving) -> FastAPI:
+def build_app(serving: Serving) -> ASGIApp:
     """The application of the OpenAI-compatible server."""
     pages = {} if serving.args.disable_page else read_files(FOLDER)
     return make_app(serving, _routes(serving), pages)
 
 
-def make_app(serving: Serving, routes: list[Route], pages: dict[str, StaticFile]) -> FastAPI:
+def make_app(serving: Serving, routes: list[Route], pages: dict[str, StaticFile]) -> ASGIApp:
     """An application of these routes. `pages`: files that load without a key."""
     args = serving.args
     docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
@@ -77,7 +78,7 @@ def make_app(serving: Serving, routes: list[Route], pages: dict[str, StaticFile]
     for path, file in pages.items():
         app.add_api_route(path, _file_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
     _describe_bodies(app, [route.body for route in routes if route.body is not None])
-    return app
+    return FrontDoor(app, serving)
 
 
 def _routes(serving: Serving) -> list[Route]:
@@ -147,7 +148,7 @@ def _file_endpoint(file: StaticFile) -> Endpoint:
 def _middleware(serving: Serving, open_paths: set[str]) -> list[Middleware]:
     """From the outermost to the innermost."""
     args = serving.args
-    layers = [Middleware(FrontDoor, serving=serving)]
+    layers: list[Middleware] = []
     if args.allowed_origins:
         layers.append(
             Middleware(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 import orjson
-from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from pyvllm import _core
 from pyvllm.sampling_params import ParameterError, RequestOutputKind
@@ -28,7 +28,7 @@ DELIMITERS: Final[dict[Delimiter, bytes]] = {"newline": b"\n", "nul": b"\0"}
 """What ends each JSON object of a stream: NUL in the oldest releases, a line break in later ones."""
 
 
-def build_demo_app(serving: Serving, delimiter: Delimiter) -> FastAPI:
+def build_demo_app(serving: Serving, delimiter: Delimiter) -> ASGIApp:
     """The application of the demo server."""
     demo, about = Demo(serving, DELIMITERS[delimiter]), Routes(serving)
     routes = [

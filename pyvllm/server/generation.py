@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -22,8 +22,6 @@ from pyvllm.server.serving import Notes, Serving
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NumberedOutput: TypeAlias = tuple[int, _core.Output]
-"""Number of a prompt, and what came of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,40 +104,6 @@ async def _last(stream: OutputStream) -> _core.Output:
     if found is None:
         raise RuntimeError(f"the stream of {stream.request_id} ended without an output")
     return found
-
-
-async def merged(streams: Sequence[OutputStream]) -> AsyncIterator[NumberedOutput]:
-    """Outputs of all streams as they come. What comes while nobody reads is put together by the streams."""
-    if len(streams) == 1:
-        async for output in streams[0]:
-            yield 0, output
-        return
-    # A queue of one place: who reads slowly must not make outputs pile up here.
-    queue: asyncio.Queue[NumberedOutput | Exception | None] = asyncio.Queue(maxsize=1)
-    readers = [asyncio.create_task(_forward(i, stream, queue)) for i, stream in enumerate(streams)]
-    try:
-        left = len(readers)
-        while left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
-    finally:
-        for reader in readers:
-            reader.cancel()
-
-
-async def _forward(number: int, stream: OutputStream, queue: asyncio.Queue[NumberedOutput | Exception | None]) -> None:
-    try:
-        async for output in stream:
-            await queue.put((number, output))
-    except Exception as error:  # told to whoever reads the queue
-        await queue.put(error)
-    else:
-        await queue.put(None)
 
 
 async def while_connected(serving: Serving, receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -56,6 +57,9 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
         try:
             serving = Serving(llm, args)
             server = Server(uvicorn_config(make_app(serving), args), serving)
+            # What start-up has made stays: no collection of garbage needs to look through it again.
+            gc.collect()
+            gc.freeze()
             logger.info("serving %s on %s", ", ".join(serving.names), _shown(listener, args))
             asyncio.run(server.serve(sockets=[listener]))
             serving.close()

@@ -112,14 +112,24 @@ class ChunkWriter:
     def write(self, prompt: int, output: _core.Output) -> bytes:
         """The events for what came of one prompt. Empty if there is nothing to say yet."""
         parts: list[bytes] = []
-        base = prompt * self.plan.n
         longest = 0
         for completion in output.completions:
-            index = base + completion.index
-            choice = self._choices.get(index)
-            if choice is None:
-                choice = self._open(index, output, parts)
-            longest = max(longest, self._add(index, choice, completion, parts))
+            index = prompt * self.plan.n + completion.index
+            choice = self._choices.get(index) or self._open(index, output, parts)
+            tokens = len(completion.token_ids)
+            if tokens > longest:
+                longest = tokens
+            choice.tokens += tokens
+            self.completion_tokens += tokens
+            text = completion.text
+            if not self._plain:
+                self._add_piece(index, choice, completion, text, parts)
+            elif text:
+                parts += (choice.start, orjson.dumps(text), self._end)
+            reason = completion.finish_reason
+            if reason is not None:
+                self.finish_reasons.append(reason)
+                parts.append(self._finish(index, reason, completion.stop_reason))
         self._observe(prompt, output, longest)
         return b"".join(parts)
 
@@ -141,31 +151,16 @@ class ChunkWriter:
             parts.append(self.opening(index, output))
         return choice
 
-    def _add(self, index: int, choice: _Choice, completion: _core.Completion, parts: list[bytes]) -> int:
-        """Add a choice's events; returns how many tokens came."""
-        text = completion.text
-        tokens = len(completion.token_ids)
-        choice.tokens += tokens
-        self.completion_tokens += tokens
-        if self._plain:
-            if text:
-                parts += (choice.start, orjson.dumps(text), self._end)
-        elif text or (tokens and self.plan.extras is not None):
-            shape, extras = self.plan.shape, self.plan.extras
-            more = shape.no_extras if extras is None else extras(index, completion)
-            parts += (
-                choice.start,
-                orjson.dumps(text),
-                shape.after_text,
-                more,
-                b',"finish_reason":null}',
-                self._close(),
-            )
-        reason = completion.finish_reason
-        if reason is not None:
-            self.finish_reasons.append(reason)
-            parts.append(self._finish(index, reason, completion.stop_reason))
-        return tokens
+    def _add_piece(
+        self, index: int, choice: _Choice, completion: _core.Completion, text: str, parts: list[bytes]
+    ) -> None:
+        """A chunk that has more than its text."""
+        shape, extras = self.plan.shape, self.plan.extras
+        if not text and (extras is None or not completion.token_ids):
+            return
+        more = shape.no_extras if extras is None else extras(index, completion)
+        ended = b',"finish_reason":null}'
+        parts += (choice.start, orjson.dumps(text), shape.after_text, more, ended, self._close())
 
     def _finish(self, index: int, reason: str, stop_reason: int | str | None) -> bytes:
         shape = self.plan.shape

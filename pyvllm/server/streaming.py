@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from pyvllm import _core
 from pyvllm.server.errors import ApiError, as_api_error
-from pyvllm.server.generation import Job, merged, submitted, while_connected
+from pyvllm.server.generation import Job, submitted, while_connected
+from pyvllm.server.pump import Pump, open_pipe
 from pyvllm.server.serving import SEND_KEY, Serving
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
@@ -67,7 +68,7 @@ class StreamedAnswer(Response):
         notes, writer = self._job.notes, self._writer
         self._started = False
         try:
-            # The layers between pass the pieces of a body on as they are, which for each token costs more than it does.
+            # The layers between pass the pieces of a body on as they are, at a cost for each token.
             work = self._send_all(send, scope.get(SEND_KEY, send))
             await while_connected(self._serving, receive, work)
         except ClientDisconnect:
@@ -81,16 +82,16 @@ class StreamedAnswer(Response):
         notes.output_tokens = writer.completion_tokens
         notes.finish_reasons = notes.finish_reasons or writer.finish_reasons
 
-    async def _send_all(self, send_head: Send, send: Send) -> None:
-        writer, job = self._writer, self._job
-        with submitted(self._serving, job) as streams:
-            await send_head({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def _send_all(self, send: Send, server_send: Send) -> None:
+        """`send` begins the answer; its pieces go through `server_send`."""
+        with submitted(self._serving, self._job) as streams:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._started = True
-            async for prompt, output in merged(streams):
-                if data := writer.write(prompt, output):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                if output.finished:
-                    job.notes.finished_prompts += 1
-                    size = len(job.prompts[prompt].token_ids)
-                    self._serving.metrics.requests.finish(output, job.params, size, writer.tokens_of(prompt))
-        await send({"type": "http.response.body", "body": writer.end(), "more_body": False})
+            await Pump(streams, open_pipe(server_send), self._writer.write, self._finish).run()
+        await server_send({"type": "http.response.body", "body": self._writer.end(), "more_body": False})
+
+    def _finish(self, prompt: int, output: _core.Output) -> None:
+        job = self._job
+        job.notes.finished_prompts += 1
+        size, counts = len(job.prompts[prompt].token_ids), self._writer.tokens_of(prompt)
+        self._serving.metrics.requests.finish(output, job.params, size, counts)

@@ -25,6 +25,8 @@ pub struct BeamSearch {
     width: usize,
     /// At most `width` ended beams, best first.
     pub hypotheses: Vec<Hypothesis>,
+    /// Of each result, best first: bytes of text and tokens that were told before the end.
+    pub told: Vec<(usize, usize)>,
 }
 
 /// What one beam's row offers: its best tokens with their log-probabilities, and the row's log-probability table.
@@ -53,7 +55,31 @@ struct Taken {
 impl BeamSearch {
     /// The state before the first step.
     pub fn new(width: usize) -> Self {
-        Self { width, hypotheses: Vec::new() }
+        Self { width, hypotheses: Vec::new(), told: Vec::new() }
+    }
+
+    /// What can be told of a search that goes on: how many results there are to be, as far as is known, and the bytes
+    /// of text and tokens that all of them begin with, whatever comes. That is what all that may become one of the `n`
+    /// best have in common. None if that was told.
+    pub fn news(&self, sequences: &[Sequence], request: &Request) -> Option<(usize, (usize, usize))> {
+        let n = request.params.n as usize;
+        let ended = self.hypotheses.iter().take(n).map(|hypothesis| &hypothesis.history);
+        let mut all = sequences.iter().map(|sequence| &sequence.history).chain(ended);
+        let count = n.min(sequences.len() + self.hypotheses.len());
+        let (known_text, known_tokens) = self.told.first().copied().unwrap_or_default();
+        let first = all.next()?;
+        let mut text = first.visible_text(request).get(known_text..)?;
+        let mut tokens = first.output.get(known_tokens..)?;
+        for other in all {
+            let other_text = other.visible_text(request).get(known_text..)?;
+            let chars = text.chars().zip(other_text.chars()).take_while(|(a, b)| a == b);
+            text = &text[..chars.map(|(character, _)| character.len_utf8()).sum()];
+            let others = other.output.get(known_tokens..)?;
+            tokens = &tokens[..tokens.iter().zip(others).take_while(|(a, b)| a == b).count()];
+        }
+        let certain = (known_text + text.len(), known_tokens + tokens.len());
+        let is_new = certain != (0, 0) && (self.told.len() < count || self.told[0] != certain);
+        is_new.then_some((count, certain))
     }
 
     fn add(&mut self, score: f32, history: History) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::beam::{self, Offer};
+use crate::beam::{self, BeamSearch, Offer};
 use crate::draft::{Flight, RowRef};
 use crate::error::{Error, Result};
 use crate::output::{Completion, LogprobTable, Output};
@@ -192,10 +192,11 @@ impl Scheduler {
         group.sequences.iter_mut().for_each(|sequence| sequence.in_flight = sequence.in_flight.saturating_sub(1));
         let ended = beam::advance(group, &offers, &mut self.blocks, self.vocabulary.as_deref());
         self.counters.generation_tokens += group.sequences.len().max(1) as u64;
-        if ended {
-            touch(group, reference.slot, touched);
-        } else {
+        if !ended {
             (0..group.sequences.len()).for_each(|index| self.publish(group, index));
+        }
+        if ended || group.request.params.output_kind != OutputKind::FinalOnly {
+            touch(group, reference.slot, touched);
         }
         rows
     }
@@ -226,8 +227,17 @@ impl Scheduler {
             return Some(output(&mut group, true));
         }
         let params = &group.request.params;
-        let only_at_end = params.output_kind == OutputKind::FinalOnly || params.ranks_outputs();
-        (!only_at_end).then(|| output(group, false))
+        // Which of more sequences than are wanted are the best is known only at the end.
+        let only_at_end =
+            params.output_kind == OutputKind::FinalOnly || (params.ranks_outputs() && group.beam.is_none());
+        if only_at_end {
+            return None;
+        }
+        let Group { request, sequences, beam, .. } = &*group;
+        if beam.as_ref().is_some_and(|beam| beam.news(sequences, request).is_none()) {
+            return None;
+        }
+        Some(output(group, false))
     }
 }
 
@@ -273,8 +283,7 @@ fn completions(group: &mut Group) -> Vec<Completion> {
     };
     let n = request.params.n as usize;
     if let Some(beam) = beam {
-        let best = beam.hypotheses.iter().take(n).enumerate();
-        return best.map(|(index, hypothesis)| whole(index, &hypothesis.history)).collect();
+        return beam_completions(beam, sequences, request, wants_logprobs);
     }
     if request.params.ranks_outputs() {
         let mut ranked: Vec<&Sequence> = sequences.iter().collect();
@@ -285,6 +294,42 @@ fn completions(group: &mut Group) -> Vec<Completion> {
         return sequences.iter().map(|sequence| whole(sequence.index as usize, &sequence.history)).collect();
     }
     sequences.iter_mut().filter_map(|sequence| delta(sequence, request, wants_logprobs)).collect()
+}
+
+/// The results of a search that has ended; of one that goes on what they all begin with, if there is news of that.
+fn beam_completions(
+    beam: &mut BeamSearch,
+    sequences: &[Sequence],
+    request: &Request,
+    wants_logprobs: bool,
+) -> Vec<Completion> {
+    let is_delta = request.params.output_kind == OutputKind::Delta;
+    let part = |told: Option<&(usize, usize)>, index, history: &History, text: &str, num_tokens: usize, ended: bool| {
+        let (text_from, tokens_from) = told.copied().filter(|_| is_delta).unwrap_or_default();
+        Completion {
+            index,
+            text: text[text_from..].to_owned(),
+            token_ids: history.output[tokens_from..num_tokens].to_vec(),
+            cumulative_logprob: (wants_logprobs && ended).then_some(history.cumulative_logprob),
+            logprobs: history.logprobs.as_ref().map(|table| table.range(tokens_from, num_tokens)),
+            finish_reason: history.finish.as_ref().filter(|_| ended).map(|(reason, _)| *reason),
+            stop_reason: history.finish.as_ref().filter(|_| ended).and_then(|(_, stop)| stop.clone()),
+        }
+    };
+    let n = request.params.n as usize;
+    let Some(running) = sequences.first() else {
+        let best = beam.hypotheses.iter().take(n).map(|hypothesis| &hypothesis.history).enumerate();
+        let whole = |(i, history): (usize, &History)| {
+            part(beam.told.get(i), i, history, &history.text, history.output.len(), true)
+        };
+        return best.map(whole).collect();
+    };
+    let Some((count, certain)) = beam.news(sequences, request) else { return Vec::new() };
+    let (history, text) = (&running.history, &running.history.text[..certain.0]);
+    let parts = (0..count).map(|i| part(beam.told.get(i), i, history, text, certain.1, false)).collect();
+    beam.told.resize(count.max(beam.told.len()), certain);
+    beam.told.iter_mut().take(count).for_each(|told| *told = certain);
+    parts
 }
 
 /// What a sequence has to tell since the last time, if anything.
@@ -301,7 +346,7 @@ fn delta(sequence: &mut Sequence, request: &Request, wants_logprobs: bool) -> Op
         text: text[text_from..].to_owned(),
         token_ids: history.output[tokens_from..].to_vec(),
         cumulative_logprob: wants_logprobs.then_some(history.cumulative_logprob),
-        logprobs: history.logprobs.as_ref().map(|table| table.tail(tokens_from)),
+        logprobs: history.logprobs.as_ref().map(|table| table.range(tokens_from, table.len())),
         finish_reason: history.finish.as_ref().map(|(reason, _)| *reason),
         stop_reason: history.finish.as_ref().and_then(|(_, stop)| stop.clone()),
     })

@@ -90,7 +90,8 @@ impl FrontEnd {
         let size = Queued { num_sequences: params.width(), num_tokens: prompt.len() };
         self.check_queue(size)?;
         // All so far is put together here: what travels each step is only what is new.
-        let cumulative = params.output_kind == OutputKind::Cumulative && !params.ranks_outputs();
+        let cumulative =
+            params.output_kind == OutputKind::Cumulative && (params.use_beam_search || !params.ranks_outputs());
         if cumulative {
             params.output_kind = OutputKind::Delta;
         }

@@ -83,15 +83,15 @@ impl LogprobTable {
         self.ranks.append(&mut other.ranks);
     }
 
-    /// The rows from `start` on.
+    /// The rows from `start` to before `end`.
     #[must_use]
-    pub fn tail(&self, start: usize) -> Self {
-        let from = start * self.width;
+    pub fn range(&self, start: usize, end: usize) -> Self {
+        let words = start * self.width..end * self.width;
         Self {
             width: self.width,
-            token_ids: self.token_ids[from..].to_vec(),
-            logprobs: self.logprobs[from..].to_vec(),
-            ranks: self.ranks[start..].to_vec(),
+            token_ids: self.token_ids[words.clone()].to_vec(),
+            logprobs: self.logprobs[words].to_vec(),
+            ranks: self.ranks[start..end].to_vec(),
         }
     }
 }

@@ -17,7 +17,8 @@ const OTHER_EOS: u32 = 257;
 const IM_END: u32 = 258;
 const VOCAB: usize = 259;
 
-fn scheduler() -> Scheduler {
+/// `byte_fallback`: ids 0 to 255 are the byte tokens of a `SentencePiece` vocabulary.
+fn scheduler(byte_fallback: bool) -> Scheduler {
     let config = Config {
         num_gpu_blocks: 64,
         num_cpu_blocks: 0,
@@ -38,7 +39,8 @@ fn scheduler() -> Scheduler {
     };
     let mut table: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
     table.extend([b"</s>".to_vec(), b"<eot>".to_vec(), b"<|im_end|>".to_vec()]);
-    let vocabulary = Vocabulary::new(table, &[EOS, OTHER_EOS, IM_END], &[], false);
+    let byte_ids: Vec<u32> = if byte_fallback { (0..256).collect() } else { Vec::new() };
+    let vocabulary = Vocabulary::new(table, &[EOS, OTHER_EOS, IM_END], &byte_ids, false);
     Scheduler::new(config, Some(Arc::new(vocabulary))).unwrap()
 }
 
@@ -56,7 +58,15 @@ fn bytes(text: &str) -> Vec<u32> {
 
 /// Commit `script` token by token until the request ends. Returns the outputs, and the banned ids of each step.
 fn play(params: &SamplingParams, prompt: &[u32], script: &[u32]) -> (Vec<Output>, Vec<Vec<i32>>) {
-    let mut scheduler = scheduler();
+    play_on(scheduler(false), params, prompt, script)
+}
+
+fn play_on(
+    mut scheduler: Scheduler,
+    params: &SamplingParams,
+    prompt: &[u32],
+    script: &[u32],
+) -> (Vec<Output>, Vec<Vec<i32>>) {
     scheduler.add_request("r", prompt.to_vec(), params.clone(), RequestOptions::default()).unwrap();
     let (mut outputs, mut banned) = (Vec::new(), Vec::new());
     for &token in script {
@@ -73,9 +83,13 @@ fn play(params: &SamplingParams, prompt: &[u32], script: &[u32]) -> (Vec<Output>
 
 /// The end as `FinalOnly` tells it; checks that the deltas of a stream add up to the same.
 fn finish(params: &SamplingParams, script: &[u32]) -> Completion {
+    finish_on(false, params, script)
+}
+
+fn finish_on(byte_fallback: bool, params: &SamplingParams, script: &[u32]) -> Completion {
     let last = |kind| {
-        let (outputs, _) = play(&SamplingParams { output_kind: kind, ..params.clone() }, &bytes("p"), script);
-        outputs
+        let params = SamplingParams { output_kind: kind, ..params.clone() };
+        play_on(scheduler(byte_fallback), &params, &bytes("p"), script).0
     };
     let whole = last(OutputKind::FinalOnly).pop().unwrap().completions.pop().unwrap();
     let deltas = last(OutputKind::Delta);
@@ -122,7 +136,7 @@ fn a_stop_string_completed_by_the_last_allowed_token_wins_over_length() {
 #[test]
 fn b082_stop_strings_need_detokenization() {
     let no_text = SamplingParams { detokenize: false, ..params(&["x"]) };
-    let error = scheduler().add_request("r", bytes("p"), no_text, RequestOptions::default()).unwrap_err();
+    let error = scheduler(false).add_request("r", bytes("p"), no_text, RequestOptions::default()).unwrap_err();
     assert!(matches!(&error, Error::Parameter { parameter, message }
         if parameter == "stop" && message.contains("detokenize")));
     let by_id = SamplingParams { detokenize: false, stop_token_ids: vec![i64::from(b'x')], ..params(&[]) };
@@ -210,5 +224,24 @@ fn text_that_is_cut_at_any_token_is_the_same_streamed_and_whole() {
         let cut = SamplingParams { max_tokens: Some(count as i64), ..params(&["好x", "👧!", "zz"]) };
         let end = finish(&cut, &bytes(text));
         assert_eq!(end.text, String::from_utf8_lossy(&text.as_bytes()[..count]));
+        // With byte fallback each byte of an unfinished character has a U+FFFD of its own.
+        let whole = (0..=count).rev().find(|&end| text.is_char_boundary(end)).unwrap();
+        let end = finish_on(true, &cut, &bytes(text));
+        assert_eq!(end.text, format!("{}{}", &text[..whole], "\u{fffd}".repeat(count - whole)));
+    }
+}
+
+#[test]
+fn text_that_is_cut_by_an_expression_is_the_same_streamed_and_whole() {
+    let text = "né 你好 👨‍👩‍👧 ก็ é… 42";
+    for (stop, expected) in
+        [("好 👨", "né 你"), ("👩.👧", "né 你好 👨\u{200d}"), ("[0-9]{2}", "né 你好 👨‍👩‍👧 ก็ é… "), ("你.{2}", "né ")]
+    {
+        for byte_fallback in [false, true] {
+            let stopped = SamplingParams { stop_regex: vec![stop.to_owned()], ..params(&["zz"]) };
+            let end = finish_on(byte_fallback, &stopped, &bytes(text));
+            assert_eq!((end.text.as_str(), end.finish_reason), (expected, Some(FinishReason::Stop)));
+            assert_eq!(end.stop_reason, Some(StopReason::Text(stop.to_owned())));
+        }
     }
 }

@@ -17,7 +17,7 @@ from tests.idle import assert_idle
 
 
 def args(model: Path, **options: Any) -> EngineArgs:
-    return EngineArgs(model=str(model), dtype="float32", num_gpu_blocks_override=64, **options)
+    return EngineArgs(model=str(model), device="cpu", dtype="float32", num_gpu_blocks_override=64, **options)
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def test_report_and_tables(tiny_llama: Path, tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "report.json"
     flags = ["--batch-size", "1,3", "--input-len", "4", "--output-len", "6", "--num-iters", "2", "--json", str(path)]
     flags += ["--host-time", "2", "--host-steps", "5", "--percentiles", "50,99.9", "--dtype", "float32"]
+    flags += ["--device", "cpu"]
     assert main(["bench", "latency", str(tiny_llama), *flags]) == 0
     one, three, host = json.loads(path.read_text())["results"]
     for size, result in ((1, one), (3, three)):
@@ -119,7 +120,8 @@ def test_host_steps_that_do_not_fit_are_refused_with_the_numbers(tiny_llama: Pat
 
 
 def test_sequences_that_do_not_fit_into_the_pool_are_no_result(tiny_llama: Path) -> None:
-    driver = Driver(EngineArgs(model=str(tiny_llama), num_gpu_blocks_override=4, max_model_len=64), temperature=0.0)
+    small = EngineArgs(model=str(tiny_llama), device="cpu", num_gpu_blocks_override=4, max_model_len=64)
+    driver = Driver(small, temperature=0.0)
     with pytest.raises(ValueError, match=r"of 8 sequences only . ran at the end; the KV pool has 4 blocks"):
         time_host(driver, size=8, input_len=4, steps=10)
     assert_idle(driver.engine)

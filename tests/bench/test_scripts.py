@@ -29,6 +29,7 @@ def test_scripts_are_the_commands(
 ) -> None:
     path = tmp_path / "report.json"
     flags = ["--model", str(tiny_llama), "--input-len", "4", "--output-len", "3", "--dtype", "float32"]
+    flags += ["--device", "cpu"]
     flags += ["--max-model-len", "500", "--output-json", str(path)]
     flags += ["--batch-size", "2"] if script == "latency.py" else ["--num-prompts", "2", "--repeats", "1"]
     assert run(monkeypatch, script, *flags) == 0

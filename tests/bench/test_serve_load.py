@@ -33,6 +33,7 @@ def port(tiny_llama: Path) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
     flags = ["--host", "127.0.0.1", "--port", str(number), "--dtype", "float32", "--num-gpu-blocks-override", "128"]
+    flags += ["--device", "cpu"]
     server = subprocess.Popen([sys.executable, "-m", "pyvllm", "serve", str(tiny_llama), *flags])
     try:
         deadline = time.monotonic() + 120

@@ -10,7 +10,7 @@ from pyvllm.cli import main
 
 def test_cold_and_warm_starts(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    assert main(["bench", "startup", str(tiny_llama), "--json", str(path)]) == 0
+    assert main(["bench", "startup", str(tiny_llama), "--device", "cpu", "--json", str(path)]) == 0
     results = json.loads(path.read_text())["results"]
     assert [(result["engine"], result["caches"]) for result in results] == [("pyvllm", "cold"), ("pyvllm", "warm")]
     for result in results:
@@ -23,7 +23,8 @@ def test_cold_and_warm_starts(tiny_llama: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_a_process_that_fails_is_an_error(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "startup", str(tiny_llama), "--max-model-len", "100k", "--warm-runs", "0"]) == 1
+    flags = ["--device", "cpu", "--max-model-len", "100k", "--warm-runs", "0"]
+    assert main(["bench", "startup", str(tiny_llama), *flags]) == 1
     errors = capfd.readouterr().err
     assert "ValueError: max_model_len must be at most 512" in errors
     assert "the process ended with status 1; what it said is above" in errors

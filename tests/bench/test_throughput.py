@@ -16,7 +16,7 @@ from pyvllm.bench.workloads import Request, Workload
 from pyvllm.cli import main
 from pyvllm.config import EngineArgs
 
-TINY = ["--dtype", "float32", "--num-prompts", "3", "--input-len", "6", "--output-len", "5"]
+TINY = ["--device", "cpu", "--dtype", "float32", "--num-prompts", "3", "--input-len", "6", "--output-len", "5"]
 
 
 def bench(model: Path, tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_prefix_cache_is_off_but_for_prefix(tiny_llama: Path, monkeypatch: pytes
     options = ThroughputOptions(workloads="random,prefix", num_prompts="1", input_len=2, output_len=2, repeats=1)
     # The model's length refuses the second workload's prompts, which is all the same here.
     with pytest.raises(RuntimeError, match=r"failed: prefix on pyvllm"):
-        Throughput(EngineArgs(model=str(tiny_llama)), options).run()
+        Throughput(EngineArgs(model=str(tiny_llama), device="cpu"), options).run()
     assert [args.enable_prefix_caching for args in made] == [False, True]
     assert all(args.skip_tokenizer_init for args in made)
 
@@ -130,9 +130,9 @@ def test_transformers_batches_are_padded_without_effect(tiny_llama: Path) -> Non
     prompts = [[5], list(range(30, 47)), [7, 8, 9]]
     lengths = [9, 2, 5]
     requests = [Request(prompt=ids, output_len=count) for ids, count in zip(prompts, lengths, strict=True)]
-    engine = TransformersEngine(EngineArgs(model=str(tiny_llama), dtype="float32"))
+    engine = TransformersEngine(EngineArgs(model=str(tiny_llama), device="cpu", dtype="float32"))
     made = engine.job(Workload(name="test", requests=requests), temperature=0.0)()
-    with LLM(str(tiny_llama), dtype="float32", num_gpu_blocks_override=64) as llm:
+    with LLM(str(tiny_llama), device="cpu", dtype="float32", num_gpu_blocks_override=64) as llm:
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in lengths]
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert made == [output.outputs[0].token_ids for output in outputs]

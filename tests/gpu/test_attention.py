@@ -53,7 +53,7 @@ def test_block_sizes(block_size: int) -> None:
     compare(LLAMA, MIXED, block_size=block_size, dtype=torch.bfloat16, config=None)
 
 
-FEATURES = {**features(32, 50.0), "long window": {"window": WINDOW}}
+FEATURES = {**features(32, 50.0), "long window, sinks": {"window": WINDOW, "sinks": True}}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ FEATURES = {**features(32, 50.0), "long window": {"window": WINDOW}}
     [
         ("scale", torch.bfloat16),
         ("scale", torch.float32),
-        ("long window", torch.bfloat16),
+        ("long window, sinks", torch.bfloat16),
         ("softcap", torch.float16),
         ("alibi", torch.bfloat16),
         ("all", torch.float32),

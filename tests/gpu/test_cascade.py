@@ -1,22 +1,17 @@
-"""What sequences share, read once for all of them: at the sizes of real models, in CUDA graphs, in a whole engine."""
+"""What sequences share, read once for all of them: at the sizes of real models, and in CUDA graphs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pyvllm import LLM, SamplingParams
 from pyvllm.kernels import Attention
 from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import cascade_kind, paged_attention, plan_attention
 from pyvllm.step import StepView
 from tests.attention_cases import DEVICE, TOLERANCES, Cascade, cascade_buffer, compare_cascades, slopes, spec, view
-from tests.conftest import TinyCheckpoint
-from tests.idle import engine_of
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -42,9 +37,9 @@ ALONE = [1000, 1, 64]
         (spec(28, 4, 80), torch.bfloat16, SMALL),
         (spec(16, 8, 256), torch.bfloat16, LARGE),
         (spec(71, 1, 64), torch.bfloat16, LARGE),
-        (replace(spec(16, 8, 128), softcap=20.0, alibi_slopes=slopes(16)), torch.bfloat16, LARGE),
+        (replace(spec(16, 8, 128), softcap=20.0, alibi_slopes=slopes(16), sinks=True), torch.bfloat16, LARGE),
     ],
-    ids=["large", "small", "float32", "MHA", "D=80", "D=256", "71 heads", "softcap and ALiBi"],
+    ids=["large", "small", "float32", "MHA", "D=80", "D=256", "71 heads", "softcap, ALiBi, sinks"],
 )
 def test_shapes(attention: Attention, dtype: torch.dtype, groups: list[Cascade]) -> None:
     compare_cascades(attention, groups, ALONE, block_size=64, dtype=dtype, config=None, layers=2)
@@ -116,39 +111,3 @@ def test_a_plan_never_waits_for_the_device() -> None:
         plan_attention(step, LLAMA, kv_layer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-
-def prompts() -> list[list[int]]:
-    """4 groups of 24 that share two blocks: 11,776 keys a step are read once."""
-    return [[(7 * (i % 4) + 3 * j) % 250 for j in range(128)] + [i, *range(i % 9)] for i in range(96)]
-
-
-def generate(model: Path, params: SamplingParams, **options: Any) -> tuple[list[list[int]], set[int]]:
-    """Tokens, and the kinds of cascades that recorded graphs have."""
-    with LLM(str(model), dtype="float32", max_num_seqs=128, max_model_len=256, **options) as llm:
-        outputs = llm.generate(prompts()[: 96 // params.n], params, use_tqdm=False)
-        engine = engine_of(llm)
-        engine.check_invariants()
-        runner: Any = engine._runner
-        kinds = {work for *_, work in runner._graphs._recorded}
-        return [list(sample.token_ids) for output in outputs for sample in output.outputs], kinds
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True),
-    ],
-    ids=["shared prompts", "samples of one prompt"],
-)
-def test_cascades_change_no_token(tiny_checkpoint: TinyCheckpoint, params: SamplingParams) -> None:
-    model = tiny_checkpoint("qwen3")
-    expected, kinds = generate(model, params, disable_cascade_attn=True)
-    assert kinds == {0}
-    tokens, kinds = generate(model, params)
-    assert tokens == expected
-    assert 2 in kinds

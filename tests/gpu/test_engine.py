@@ -8,10 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from pyvllm import LLM, SamplingParams
+from pyvllm.step import Header
 from tests.conftest import TinyCheckpoint
 from tests.idle import engine_of
 
@@ -84,3 +87,69 @@ def test_a_pool_as_large_as_memory_allows(model: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_numbers(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(model), dtype="float32", max_model_len=256, **options)
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_launch_never_waits_for_the_device(model: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all is compiled and recorded: prompts, decode steps, and both beside each other."""
+    # Three at a time, of different lengths: prompts begin beside others' decode steps.
+    with LLM(str(model), dtype=dtype, max_num_seqs=3, max_model_len=256, enable_prefix_caching=False) as llm:
+        runner: Any = engine_of(llm)._runner
+        launch = runner.launch
+        kinds: set[str] = set()
+
+        def strict(buffer: NDArray[np.int32]) -> Any:
+            num_seqs, num_decodes = int(buffer[Header.NUM_SEQS]), int(buffer[Header.NUM_DECODES])
+            kinds.add("decodes" if num_decodes == num_seqs else "mixed" if num_decodes else "prompts")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(buffer)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        def run() -> list[list[int]]:
+            outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        expected = run()
+        monkeypatch.setattr(runner, "launch", strict)
+        assert run() == expected
+    assert kinds == {"prompts", "mixed", "decodes"}
+
+
+# --- cascades ---------------------------------------------------------------------------------------------------------
+
+
+def prompts_that_begin_alike() -> list[list[int]]:
+    """4 groups of 24 that share two blocks: 11,776 keys a step are read once."""
+    return [[(7 * (i % 4) + 3 * j) % 250 for j in range(128)] + [i, *range(i % 9)] for i in range(96)]
+
+
+def tokens_and_kinds(model: Path, params: SamplingParams, **options: Any) -> tuple[list[list[int]], set[int]]:
+    """Tokens, and the kinds of cascades that recorded graphs have."""
+    with LLM(str(model), dtype="float32", max_num_seqs=128, max_model_len=256, **options) as llm:
+        outputs = llm.generate(prompts_that_begin_alike()[: 96 // params.n], params, use_tqdm=False)
+        engine = engine_of(llm)
+        engine.check_invariants()
+        runner: Any = engine._runner
+        kinds = {work for *_, work in runner._graphs._recorded}
+        return [list(sample.token_ids) for output in outputs for sample in output.outputs], kinds
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True),
+    ],
+    ids=["shared prompts", "samples of one prompt"],
+)
+def test_cascades_change_no_token(model: Path, params: SamplingParams) -> None:
+    expected, kinds = tokens_and_kinds(model, params, disable_cascade_attn=True)
+    assert kinds == {0}
+    tokens, kinds = tokens_and_kinds(model, params)
+    assert tokens == expected
+    assert 2 in kinds

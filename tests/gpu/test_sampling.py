@@ -48,16 +48,16 @@ def combinations() -> list[Row]:
 # --- picking ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [1.0, 5.0])
-@pytest.mark.parametrize("vocab_size", [LLAMA, QWEN, 50257])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(LLAMA, 1.0), (QWEN, 5.0), (50257, 1.0)])
 def test_every_combination_of_filters(vocab_size: int, spread: float) -> None:
     rows = combinations()
     values = torch.randn(len(rows), vocab_size, device=GPU) * spread
     check_pick(values, rows, WHERE, allowed=0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 2, 33, 1024])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, torch.bfloat16), (2, torch.float32), (33, torch.float16), (1024, torch.bfloat16)]
+)
 def test_rows_of_every_kind(num_rows: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(num_rows)
     rows = [replace(random_row(rng, LLAMA, 1), num_candidates=1) for _ in range(num_rows)]
@@ -91,20 +91,19 @@ def test_the_batch_does_not_matter() -> None:
     assert torch.equal(torch.cat(alone), together)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(temperature=1.0),
-        Row(temperature=2.5),
-        Row(temperature=0.7, top_k=20),
-        Row(temperature=1.3, min_p=0.05),
-        Row(temperature=0.8, top_p=0.9),
-        Row(temperature=1.5, top_k=50, top_p=0.8),
-        Row(temperature=1.5, min_p=0.02, top_p=0.7),
-        Row(temperature=2.0, top_k=60, min_p=0.02, top_p=0.95),
-    ],
-)
-@pytest.mark.parametrize("vocab_size", [1000, 20_000])
+ROWS = [
+    Row(temperature=1.0),
+    Row(temperature=2.5),
+    Row(temperature=0.7, top_k=20),
+    Row(temperature=1.3, min_p=0.05),
+    Row(temperature=0.8, top_p=0.9),
+    Row(temperature=1.5, top_k=50, top_p=0.8),
+    Row(temperature=1.5, min_p=0.02, top_p=0.7),
+    Row(temperature=2.0, top_k=60, min_p=0.02, top_p=0.95),
+]
+
+
+@pytest.mark.parametrize(("row", "vocab_size"), [*((row, 20_000) for row in ROWS), (ROWS[0], 1000), (ROWS[-1], 1000)])
 def test_the_distribution_is_right(row: Row, vocab_size: int) -> None:
     logits = (torch.randn(vocab_size) * 3).bfloat16()
     step = on_gpu(many(row, NUM_DRAWS))
@@ -128,9 +127,17 @@ def test_the_distribution_is_right(row: Row, vocab_size: int) -> None:
 # --- log-probabilities and candidates ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 64, 300])
-@pytest.mark.parametrize("max_top", [0, 1, 20, 256, 300])
+@pytest.mark.parametrize(
+    ("max_top", "num_rows", "dtype"),
+    [
+        (0, 1, torch.bfloat16),
+        (1, 64, torch.float32),
+        (20, 1, torch.float32),
+        (20, 300, torch.bfloat16),
+        (256, 64, torch.bfloat16),
+        (300, 64, torch.float32),
+    ],
+)
 def test_logprobs_and_candidates(max_top: int, num_rows: int, dtype: torch.dtype) -> None:
     where = replace(WHERE, dtype=dtype)
     # In float32 few different values: else those that differ by the last bit may be equal as log-probabilities.

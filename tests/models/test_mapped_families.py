@@ -222,8 +222,12 @@ def test_baichuan_2_has_a_head_of_unit_rows_and_tells_its_positions_by_its_size(
 # --- ChatGLM ----------------------------------------------------------------------------------------------------------
 
 
-def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97) -> Checkpoint:
+def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97, second: bool = False) -> Checkpoint:
+    """`groups` None: no heads share keys, and the fused tensor goes by heads. `second`: ChatGLM 2."""
     kv_heads = groups or 4
+    theta = {"rope_type": "default", "rope_theta": 20000.0}
+    if second:
+        theta = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model = random_model(
         "glm",
         **(SIZES | {"rms_norm_eps": 1e-5, "vocab_size": vocab_size}),
@@ -231,7 +235,7 @@ def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97) 
         head_dim=16,
         attention_bias=bias,
         pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5},
+        rope_parameters=theta | {"partial_rotary_factor": 0.5},
     )
     names = {
         "model.embed_tokens": "transformer.embedding.word_embeddings",
@@ -242,10 +246,12 @@ def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97) 
         "model.norm": "transformer.encoder.final_layernorm",
         "lm_head": "transformer.output_layer",
     }
-    state = renamed(fused(model.state_dict(), QKV, "self_attention.query_key_value"), names)
+    by_head = 4 if groups is None else 1
+    state = renamed(fused(model.state_dict(), QKV, "self_attention.query_key_value", groups=by_head), names)
     state["transformer.rotary_pos_emb.inv_freq"] = torch.zeros(4)
     config = {
         "architectures": ["ChatGLMModel"],
+        "_name_or_path": f"THUDM/chatglm{2 if second else 3}-6b-32k",
         "num_layers": 2,
         "padded_vocab_size": vocab_size,
         "hidden_size": 48,
@@ -267,9 +273,9 @@ def chatglm(*, groups: int | None = 2, bias: bool = True, vocab_size: int = 97) 
     return model, config, state
 
 
-@pytest.mark.parametrize(("groups", "bias"), [(2, True), (None, False)])
-def test_chatglm(groups: int | None, bias: bool) -> None:
-    check_checkpoint(chatglm(groups=groups, bias=bias))
+@pytest.mark.parametrize(("groups", "bias", "second"), [(2, True, False), (None, True, False), (1, False, True)])
+def test_chatglm(groups: int | None, bias: bool, second: bool) -> None:
+    check_checkpoint(chatglm(groups=groups, bias=bias, second=second))
 
 
 # --- other spellings --------------------------------------------------------------------------------------------------

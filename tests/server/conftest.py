@@ -20,7 +20,10 @@ import openai
 import pytest
 
 START_S = 60.0
-ENGINE_FLAGS = ("--dtype", "float32", "--num-gpu-blocks-override", "256", "--block-size", "8", "--max-num-seqs", "64")
+ENGINE_FLAGS = (
+    *("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256", "--block-size", "8"),
+    *("--max-num-seqs", "64"),
+)
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served
+from tests.server.conftest import Served, wait_until
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 PATH = "/v1/completions"
@@ -184,8 +184,12 @@ def test_one_line_is_logged_for_a_request_and_no_prompt(server: Served) -> None:
     with server.http() as http:
         http.post(PATH, json=BODY | {"prompt": marker}, headers={"X-Request-Id": "logged-1"})
         http.post(PATH, json=BODY | {"prompt": marker, "temperature": -1}, headers={"X-Request-Id": "logged-2"})
-    lines = [line for line in server.log.read_text()[size:].splitlines() if "logged-" in line]
-    assert len(lines) == 2
+
+    def logged() -> list[str]:
+        return [line for line in server.log.read_text()[size:].splitlines() if "logged-" in line]
+
+    wait_until(lambda: len(logged()) == 2)  # The line comes after the answer.
+    lines = logged()
     assert f"POST {PATH} 200 " in lines[0]
     assert "15 prompt and 2 output tokens" in lines[0]
     assert f"POST {PATH} 400 " in lines[1]

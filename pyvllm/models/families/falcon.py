@@ -34,15 +34,15 @@ def refined_web(config: Mapping[str, Any]) -> ModelSpec:
 
 def _falcon(config: Mapping[str, Any], *, parallel: bool, new: bool) -> ModelSpec:
     """`parallel` and `new`: what `parallel_attn` and `new_decoder_architecture` mean if they are absent."""
-    fields = with_mlp_size(renamed(config, _FIELDS)) | {"head_dim": None}
+    fields = with_mlp_size(renamed(config, _FIELDS)) | {"head_dim": None, "num_key_value_heads": None}
+    fields = renamed(fields, {"num_kv_heads": "num_key_value_heads"})
     new = flag(config, "new_decoder_architecture", new)
     heads = integer(fields, "num_attention_heads")
-    num_kv_heads = integer(fields, "num_kv_heads", heads)
     if not new:
-        num_kv_heads = 1 if flag(config, "multi_query", True) else heads
+        fields["num_key_value_heads"] = 1 if flag(config, "multi_query", True) else heads
     alibi = flag(config, "alibi")
     spec = base_spec(
-        fields | {"num_key_value_heads": num_kv_heads},
+        fields,
         norm=layer_norm(config, "layer_norm_epsilon"),
         activation="gelu",
         rotary=not alibi,
@@ -51,6 +51,7 @@ def _falcon(config: Mapping[str, Any], *, parallel: bool, new: bool) -> ModelSpe
     bias = flag(config, "bias")
     two_norms = new and integer(config, "num_ln_in_parallel_attn", 2) == 2
     parallel = new or flag(config, "parallel_attn", parallel)
+    num_kv_heads = spec.num_kv_heads
     groups = num_kv_heads if new or num_kv_heads > 1 else 1
     # The bias is added before the scores are scaled.
     slopes = tuple(slope * spec.head_dim**-0.5 for slope in alibi_slopes(heads)) if alibi else None

@@ -17,7 +17,7 @@ from pyvllm.models.base import (
     optional_window,
     ropes_by_window,
 )
-from pyvllm.models.config_fields import flag, integer, number
+from pyvllm.models.config_fields import flag, integer, number, renamed
 from pyvllm.models.spec import ModelSpec
 from pyvllm.models.stored import Stored
 
@@ -104,9 +104,9 @@ def _gemma(
 ) -> ModelSpec:
     if flag(config, "use_bidirectional_attention"):
         raise ValueError("config field use_bidirectional_attention is true, supported: false")
-    fields = dict(config)
-    if fields.get("hidden_activation") is not None:
-        fields["hidden_act"] = fields["hidden_activation"]
+    fields = config
+    if config.get("hidden_activation") is not None:
+        fields = renamed({**config, "hidden_act": None}, {"hidden_activation": "hidden_act"})
     norm = NormSpec(eps=number(config, "rms_norm_eps", 1e-6), weight_in_float32=True, float32_parameters=True)
     spec = base_spec(
         fields,

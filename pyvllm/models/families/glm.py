@@ -29,8 +29,15 @@ def chatglm(config: Mapping[str, Any]) -> ModelSpec:
     fields = renamed(config, _FIELDS)
     heads = integer(fields, "num_attention_heads")
     grouped = flag(config, "multi_query_attention")
-    fields["num_key_value_heads"] = integer(config, "multi_query_group_num", 1) if grouped else heads
-    fields["rope_theta"] = 10000.0 * number(config, "rope_ratio", 1.0)
+    fields["num_key_value_heads"] = None
+    if grouped:
+        fields = renamed({"multi_query_group_num": 1} | fields, {"multi_query_group_num": "num_key_value_heads"})
+    ratio = number(config, "rope_ratio", 1.0)
+    # Nothing but its name tells ChatGLM 2, where the ratio divides positions, from ChatGLM 3.
+    if "chatglm2" in str(config.get("_name_or_path")).lower():
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": ratio}
+    else:
+        fields["rope_theta"] = 10000.0 * ratio
     fields["partial_rotary_factor"] = 0.5
     spec = base_spec(fields, norm=rms_norm(fields, eps=1e-5, weight_in_float32=True))
     after = flag(config, "apply_residual_connection_post_layernorm")
@@ -38,6 +45,7 @@ def chatglm(config: Mapping[str, Any]) -> ModelSpec:
     width = spec.intermediate_size
     return replace(
         spec,
+        max_position_embeddings=integer(fields, "max_position_embeddings", 2048),  # the ratio is counted in
         ropes=tuple(rope and replace(rope, interleaved=interleaved) for rope in spec.ropes),
         arrangement="normed_residual" if after else "sequential",
         qkv_bias=flag(config, "add_qkv_bias"),
@@ -46,7 +54,7 @@ def chatglm(config: Mapping[str, Any]) -> ModelSpec:
             ("encoder.layers.N.input_layernorm", "layers.N.norm1"),
             (
                 "encoder.layers.N.self_attention.query_key_value",
-                fused_qkv(heads, spec.num_kv_heads, spec.head_dim),
+                fused_qkv(heads, spec.num_kv_heads, spec.head_dim, groups=1 if grouped else heads),
             ),
             ("encoder.layers.N.self_attention.dense", "layers.N.o"),
             ("encoder.layers.N.post_attention_layernorm", "layers.N.norm2"),

@@ -1,6 +1,8 @@
 //! Beam search: cases from the field, and transformers' algorithm written down naively.
 
-use pyvllm_core::request::{EarlyStopping, SamplingParams};
+use std::collections::HashSet;
+
+use pyvllm_core::request::{EarlyStopping, OutputKind, SamplingParams};
 
 use crate::common::model::Asked;
 use crate::common::{Engine, Rng, beam, config, greedy, prompt, solo};
@@ -100,6 +102,56 @@ fn beams_that_share_a_parent_share_its_blocks() {
     assert!(copies.iter().all(|[source, _]| *source == tables[0][2] as i32));
     engine.commit();
     engine.scheduler.abort("x");
+    engine.check_idle();
+}
+
+#[test]
+fn a_stream_tells_what_all_results_begin_with() {
+    for kind in [OutputKind::Delta, OutputKind::Cumulative] {
+        let mut engine = Engine::new(config(32, 4));
+        engine.add("x", prompt(1, 5), SamplingParams { output_kind: kind, ..width(2, 8) });
+        let far = -90.0;
+        let mut told = Vec::new();
+        for offers in [
+            &[&[(5, -0.1), (6, -5.0), (7, far), (8, far)][..]][..],
+            &[&[(7, -0.1), (8, -0.2)], &[(9, far), (10, far)]], // 5 7 and 5 8
+            &[&[(9, -0.1), (10, far)], &[(9, -0.1), (10, far)]], // 5 7 9 and 5 8 9
+            &[&[(0, -0.1), (11, -0.2)], &[(12, -9.0), (13, far)]], // 5 7 9 0 ends; 5 7 9 11 and 5 8 9 12 go on
+            &[&[(14, -0.1), (15, -0.2)], &[(9, far), (10, far)]], // all begin with 5 7 9
+        ] {
+            engine.outputs.clear();
+            engine.step_with_candidates(offers);
+            let output = engine.outputs.first();
+            told.push(output.map(|output| {
+                assert!(output.completions.iter().all(|completion| completion.finish_reason.is_none()));
+                output.completions.iter().map(|completion| completion.token_ids.clone()).collect::<Vec<_>>()
+            }));
+        }
+        let fifth = if kind == OutputKind::Delta { vec![7, 9] } else { vec![5, 7, 9] };
+        assert_eq!(told, [None, Some(vec![vec![5]; 2]), None, None, Some(vec![fifth; 2])]);
+        engine.scheduler.abort("x");
+        engine.check_idle();
+    }
+}
+
+#[test]
+fn beams_hold_no_more_blocks_than_they_have_distinct_beginnings() {
+    let mut engine = Engine::new(config(64, 4));
+    engine.add("x", prompt(1, 9), SamplingParams { ignore_eos: true, ..width(6, 20) });
+    while engine.step().is_some() {
+        let Some(group) = engine.scheduler.groups().next() else { break };
+        let mut blocks = HashSet::new();
+        let mut beginnings = HashSet::new();
+        for sequence in &group.sequences {
+            let tokens = [&group.request.prompt[..], &sequence.history.output].concat();
+            for (i, block) in sequence.table.blocks().iter().enumerate() {
+                blocks.insert(*block);
+                beginnings.insert(tokens[..tokens.len().min(4 * (i + 1))].to_vec());
+            }
+        }
+        assert!(blocks.len() <= beginnings.len(), "{} blocks for {} beginnings", blocks.len(), beginnings.len());
+        assert_eq!(engine.num_free(), 64 - blocks.len());
+    }
     engine.check_idle();
 }
 

@@ -235,7 +235,7 @@ impl Run {
         told.texts.resize(width, String::new());
         for Completion { index, token_ids, text, .. } in &output.completions {
             let (tokens, texts) = (&mut told.tokens[*index], &mut told.texts[*index]);
-            if params.output_kind == OutputKind::Delta && !params.use_beam_search {
+            if params.output_kind == OutputKind::Delta {
                 tokens.extend(token_ids);
                 texts.push_str(text);
                 continue;
@@ -320,7 +320,7 @@ impl Run {
         }
         for (index, (found, completion)) in expected.iter().zip(&output.completions).enumerate() {
             let same = completion.index == index
-                && completion.token_ids == found.tokens
+                && self.told[i].tokens[index] == found.tokens
                 && completion.cumulative_logprob.is_none_or(|sum| sum.to_bits() == found.cumulative.to_bits());
             let last = found.tokens.last().copied().unwrap_or(u32::MAX);
             let early = found.tokens.len() <= asked.params.min_tokens as usize;

@@ -1,0 +1,79 @@
+"""Forms of outputs, bad words and failures in an engine in a process of its own."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyvllm import AsyncLLM, EngineArgs, ParameterError, SamplingParams
+from pyvllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from tests.async_requests import GREEDY, OPTIONS, collect, joined, wait_until_idle
+
+PROMPT = "the request"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), **OPTIONS))
+    yield llm
+    llm.shutdown()
+
+
+def form(kind: RequestOutputKind = RequestOutputKind.DELTA, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=60, seed=3, output_kind=kind, structured_outputs=StructuredOutputsParams(**fields))
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_an_output_has_its_form_and_plain_ones_go_on(llm: AsyncLLM, kind: RequestOutputKind) -> None:
+    async def run() -> None:
+        plain, shaped = await asyncio.gather(
+            collect(llm, PROMPT, GREEDY), collect(llm, PROMPT, form(kind, choice=["first", "second"]))
+        )
+        assert len(plain[-1].outputs[0].token_ids) == 8
+        (completion,) = joined(shaped, kind)
+        assert completion.text in ("first", "second")
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+        await wait_until_idle(llm)
+
+    asyncio.run(run())
+
+
+def test_s026_a_form_that_cannot_be_compiled_ends_its_request_alone(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        plain = asyncio.ensure_future(collect(llm, PROMPT, GREEDY))
+        for fields in ({"regex": "("}, {"json": {"$ref": "#/nowhere"}}, {"grammar": "start: nothing"}):
+            with pytest.raises(ParameterError, match=r"structured_outputs\.\w+ cannot be used"):
+                await asyncio.wait_for(collect(llm, PROMPT, form(**fields)), 5)
+        assert len((await plain)[-1].outputs[0].token_ids) == 8
+        await wait_until_idle(llm)
+        await llm.check_health()
+
+    asyncio.run(run())
+
+
+def test_words_expressions_and_truncation_travel(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        letters = (await llm.get_tokenizer()).encode("abcdefgh")
+        fields: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "allowed_token_ids": letters}
+        free = (await collect(llm, PROMPT, SamplingParams(**fields)))[-1].outputs[0].text
+        word = free[3:5]
+        banned = (await collect(llm, PROMPT, SamplingParams(bad_words=[word], **fields)))[-1].outputs[0].text
+        assert word not in banned
+        stopped = (await collect(llm, PROMPT, SamplingParams(stop_regex=f"{word}.", **fields)))[-1].outputs[0]
+        assert (stopped.text, stopped.stop_reason) == (free[: free.index(word)], f"{word}.")
+        cut = (await collect(llm, [1, 2, 3, 4, 5], SamplingParams(truncate_prompt_tokens=2, max_tokens=1)))[-1]
+        assert cut.prompt_token_ids == [4, 5]
+
+    asyncio.run(run())
+
+
+def test_functions_do_not_travel(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        with pytest.raises(ParameterError, match="logits_processors must be None: functions do not travel"):
+            await collect(llm, PROMPT, SamplingParams(logits_processors=[lambda token_ids, logits: logits]))
+        with pytest.raises(ParameterError, match="lora_request must be None"):
+            await collect(llm, PROMPT, GREEDY, lora_request="adapter")
+
+    asyncio.run(run())
