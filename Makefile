@@ -61,7 +61,7 @@ clean: ## remove all that was built or fetched
 
 # ---------------------------------------------------------------------------------------------------- checks
 
-.PHONY: test-environment check-rust check-python test-python
+.PHONY: test-environment check-rust check-python test-python test-gpu
 test-environment: .venv/.package .venv/.test .cache/clean/.ready .cache/wheel $(MODEL)
 	@:
 
@@ -80,6 +80,9 @@ check-python: test-environment
 
 test-python: test-environment
 	PYVLLM_TEST_WHEEL="$$(echo dist/*.whl)" PYVLLM_TEST_CLEAN_ENV=.cache/clean $(BIN)/python -m pytest
+
+test-gpu: .venv/.package .venv/.test $(MODEL) ## the tests that need a GPU
+	scripts/gpu_checks.sh
 
 # ---------------------------------------------------------------------------------------------------- products
 

@@ -176,6 +176,9 @@ class Stats:
     def num_waiting(self) -> int:
         """Requests now waiting."""
     @property
+    def num_compiling(self) -> int:
+        """Of those, the ones whose grammar is being compiled."""
+    @property
     def num_queued_sequences(self) -> int:
         """Sequences that those will have."""
     @property
@@ -212,6 +215,12 @@ class Stats:
     def prompt_tokens(self) -> int: ...
     @property
     def generation_tokens(self) -> int: ...
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of prompts and outputs that steps computed."""
+    @property
+    def step_token_buckets(self) -> list[tuple[float, int]]:
+        """Number of tokens, and the steps that computed at most so many; infinity comes last."""
 
 @final
 class Scheduler:

@@ -9,7 +9,7 @@ import json
 import textwrap
 import types
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 
@@ -62,6 +62,9 @@ def _value_options(hint: object) -> dict[str, Any]:
     dicts = [kind for kind in kinds if get_origin(kind) is dict]
     if dicts:
         return {"type": _json_reader(get_args(dicts[0])[0]), "metavar": "JSON"}
+    classes = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
+    if classes:
+        return {"type": _class_reader(classes[0]), "metavar": "JSON"}
     if len(kinds) == 1 and get_origin(kinds[0]) is Literal:
         return {"choices": get_args(kinds[0])}
     return {"type": _reader(kinds), "metavar": "VALUE"}
@@ -94,14 +97,30 @@ def _json_reader(key: Callable[[str], object]) -> Callable[[str], object]:
 
     def read(text: str) -> object:
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-        try:
-            return {key(name): item for name, item in value.items()}
+            return {key(name): item for name, item in _json_object(text).items()}
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"bad key: {error}") from None
 
     return read
+
+
+def _class_reader(cls: Callable[..., object]) -> Callable[[str], object]:
+    """Reads a JSON object whose entries are the arguments of this class."""
+
+    def read(text: str) -> object:
+        try:
+            return cls(**_json_object(text))
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    return value

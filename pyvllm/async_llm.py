@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyvllm import _core
 from pyvllm._core import QueueFullError
 from pyvllm.config import EngineArgs
-from pyvllm.engine_client import EngineClient, EngineGenerateError
+from pyvllm.engine_client import HEARTBEAT_TIMEOUT_S, EngineClient, EngineGenerateError
 from pyvllm.engine_spawn import EngineDeadError, EngineFacts, EngineProcess
 from pyvllm.inputs import (
     ParsedPrompt,
@@ -179,7 +179,7 @@ class AsyncLLM:
         *,
         max_num_queued_reqs: int | None = None,
         max_num_queued_tokens: int | None = None,
-        heartbeat_timeout_s: float = 10.0,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         stall_timeout_s: float = 120.0,
     ) -> Self:
         """Start a process and load the model there; returns when it can make tokens. Raises what loading raised.

@@ -26,7 +26,10 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 GENERATE_MAX_TOKENS = 256
 # Fields of SamplingParams without a flag: one seed is enough, the engine's, and what is printed is the text alone.
-_HIDDEN = ("max_tokens", "seed", "output_kind", "detokenize", "logprobs", "prompt_logprobs")
+_HIDDEN = (
+    *("max_tokens", "seed", "output_kind", "detokenize", "logprobs", "prompt_logprobs"),
+    *("logits_processors", "guided_decoding"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

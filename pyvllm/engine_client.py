@@ -14,7 +14,12 @@ from pyvllm.engine_spawn import EngineDeadError, EngineProcess
 from pyvllm.wire import NUMBER, PROGRESS, RECEIVE_BYTES, FrameReader, Kind, error_from_json, frame
 
 WATCH_S: Final = 0.5
-"""Seconds between two looks at an engine's signs of life."""
+"""Most seconds between two looks at an engine's signs of life."""
+HEARTBEAT_TIMEOUT_S: Final = 4.0
+"""Without a sign of life for so long an engine is dead: eight of its beats, which come from a thread of their own and so
+also during a step. All that wait are told within 5 s."""
+_CLOCK_STEP_S: Final = 0.01
+"""Later than this after a moment the clock is certainly past it."""
 
 
 class EngineGenerateError(RuntimeError):
@@ -277,7 +282,8 @@ class EngineClient:
         elif now - self._progress_at > self._stall_timeout_s:
             self.die(f"the engine has been in one step for {now - self._progress_at:.1f} s")
         else:
-            self._watch_timer = self._loop.call_later(WATCH_S, self._watch)
+            left = self._heard_at + self._heartbeat_timeout_s - now
+            self._watch_timer = self._loop.call_later(min(WATCH_S, left + _CLOCK_STEP_S), self._watch)
 
     def _end(self) -> None:
         self.die(f"the engine's process {self._process.how_it_ended()}")

@@ -129,4 +129,5 @@ class EngineProcess:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # A driver may hold it: it is not waited for then.
+                self._process.wait(STOP_S)

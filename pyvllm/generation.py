@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,12 +56,12 @@ def default_sampling_params(args: EngineArgs, config: Mapping[str, Any]) -> Samp
     return params
 
 
-def eos_token_ids(tokenizer_eos: int | None, *configs: Mapping[str, Any]) -> list[int]:
+def eos_token_ids(of_tokenizer: Sequence[int], *configs: Mapping[str, Any]) -> list[int]:
     """All tokens that end a text: the tokenizer's first, then those that the model's configurations name.
 
     Raises ValueError for an `eos_token_id` that is neither null, an integer, nor a list of integers.
     """
-    found = [] if tokenizer_eos is None else [tokenizer_eos]
+    found = list(of_tokenizer)
     for config in configs:
         entry = config.get("eos_token_id")
         entries = entry if isinstance(entry, list) else [] if entry is None else [entry]

@@ -120,11 +120,12 @@ def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Any], tokens: list[st
 
 
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3: Final = (
+LLAMA3_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_SPLIT: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+"""Pattern of the pieces that LLaMA 3, GLM 4 and others merge bytes within."""
+QWEN2_SPLIT: Final = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 """Pattern of the pieces that Qwen 1 to 3 merge bytes within."""
 _TEKKEN: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -139,8 +140,8 @@ _SPLITS: Final[Mapping[str, tuple[str, ...]]] = {
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), (LLAMA3_SPLIT,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA3_SPLIT,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (QWEN2_SPLIT,)),
 }
 """`tokenizer.ggml.pre` -> patterns that cut a text one after the other; what lies between matches is a piece too."""

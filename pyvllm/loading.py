@@ -49,7 +49,7 @@ def build_engine(args: EngineArgs) -> Engine:
     defaults = default_sampling_params(args, generation_config)
     device = choose_device(args)
     dtype = resolve_dtype(args, config, files, device)
-    eos = eos_token_ids(tokenizer.eos_token_id if tokenizer else None, config, generation_config)
+    eos = eos_token_ids(tokenizer.end_token_ids if tokenizer else (), config, generation_config)
     runner, layout = load_runner(args, files, spec, dtype, device)
     info = EngineInfo(
         model=args.model,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pyvllm.sampling_params import LogitsProcessor
+
+_NEVER: Final = float("-inf")
+_GREATEST: Final = torch.finfo(torch.float32).max
 
 Processor: TypeAlias = Callable[[list[int], list[int], Tensor], Tensor]
 """All functions of a request as one: (prompt ids, generated ids, logits [V] float32) -> logits [V]."""
@@ -56,7 +59,9 @@ def process_rows(logits: Tensor, rows: Sequence[ProcessedRow], vocab_size: int) 
     failures: dict[str, Exception] = {}
     for row, request_id, processor, prompt_ids, token_ids in rows:
         try:
-            values[row] = processor(prompt_ids, token_ids, values[row].cpu()).to(values)
+            logits_of_row = processor(prompt_ids, token_ids, values[row].cpu())
+            # No infinity but that of what is never drawn: later transforms add and multiply.
+            values[row] = logits_of_row.float().nan_to_num(nan=_NEVER, posinf=_GREATEST, neginf=_NEVER).to(values)
         except Exception as error:
             failures[request_id] = error
     return values, failures

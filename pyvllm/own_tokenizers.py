@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pyvllm.gguf_tokenizer import QWEN2_SPLIT, merges_from_scores
+from pyvllm.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, merges_from_scores
 from pyvllm.json_file import read_object
 from pyvllm.sentencepiece_model import build_sentencepiece, read_sentencepiece
 from pyvllm.vocabulary import BYTE_ALPHABET
@@ -33,6 +34,8 @@ class OwnTokenizer:
     """The contents of `tokenizer_config.json`, with tokens called and found as here."""
     chat_template: str | None = None
     """For a folder that stores none."""
+    ends: tuple[str, ...] = ()
+    """Other tokens that end a turn."""
 
 
 def build_own_tokenizer(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer | None:
@@ -85,6 +88,8 @@ def _chatglm(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
 
     Its own code and files call `<sop>` and `<eop>` sop and eop, which a text may contain.
     """
+    if _TIKTOKEN_LINE.match(_first_bytes(folder / "tokenizer.model")):  # GLM 4 had this class at first.
+        return _glm4(folder, settings)
     second = "chatglm2" in str(_object(folder / "config.json").get("_name_or_path")).lower()
     added = _CHATGLM_TOKENS if second else (*_CHATGLM_TOKENS, *_CHATGLM_ROLES)
     known = {*added, "sop", "eop"}
@@ -99,22 +104,29 @@ def _chatglm(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
         special_tokens=tokens.special_tokens | ({} if second else {"eos_token": "<|user|>"}),
         settings=settings,
         chat_template=_CHATGLM2_CHAT if second else _CHATGLM3_CHAT,
+        ends=() if second else ("<|observation|>",),
     )
 
 
+def _glm4(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
+    """GLM 4 in its first spelling: bytes merged by rank. Its files have the special tokens and the chat."""
+    backend = _tiktoken(folder / "tokenizer.model", LLAMA3_SPLIT, settings)
+    listed = sorted((int(token_id), token["content"]) for token_id, token in settings["added_tokens_decoder"].items())
+    for token_id, content in listed:
+        backend.add_special_tokens([AddedToken(content, normalized=False)])
+        if backend.token_to_id(content) != token_id:
+            raise ValueError(
+                f"{folder}: token {token_id} of tokenizer_config.json, {content!r}, leaves ids out before it"
+            )
+    begin = {content: token_id for token_id, content in listed if content in ("[gMASK]", "<sop>")}
+    _put_around(backend, begin, (list(begin), []))
+    return OwnTokenizer(backend=backend, special_tokens={"eos_token": "<|endoftext|>"}, settings=settings)
+
+
 def _qwen(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
-    """Qwen 1: bytes merged by rank, as tiktoken does; 208 special tokens follow."""
-    path = folder / "qwen.tiktoken"
-    ranks = _read_tiktoken(path)
-    spelling = {byte: character for character, byte in BYTE_ALPHABET.items()}
-    vocab = {"".join(spelling[byte] for byte in token): rank for token, rank in ranks.items()}
-    merges = merges_from_scores(vocab, [-float(rank) for rank in range(len(vocab))])
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    """Qwen 1: bytes merged by rank; 208 special tokens follow."""
+    backend = _tiktoken(folder / "qwen.tiktoken", QWEN2_SPLIT, settings)
     backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     chat = _object(folder / "generation_config.json").get("chat_format") == "chatml"
@@ -123,7 +135,31 @@ def _qwen(folder: Path, settings: Mapping[str, Any]) -> OwnTokenizer:
         special_tokens={"eos_token": "<|im_end|>" if chat else "<|endoftext|>", "pad_token": "<|endoftext|>"},
         settings=settings,
         chat_template=_QWEN_CHAT if chat else None,
+        ends=("<|im_start|>",) if chat else (),
     )
+
+
+def _tiktoken(path: Path, split: str, settings: Mapping[str, Any]) -> Tokenizer:
+    """Bytes merged by rank within what the pattern `split` matches, as tiktoken does."""
+    ranks = _read_tiktoken(path, settings)
+    spelling = {byte: character for character, byte in BYTE_ALPHABET.items()}
+    vocab = {"".join(spelling[byte] for byte in token): rank for token, rank in ranks.items()}
+    merges = merges_from_scores(vocab, [-float(rank) for rank in range(len(vocab))])
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _put_around(backend: Tokenizer, ids: Mapping[str, int], around: tuple[Sequence[str], Sequence[str]]) -> None:
+    """Let every text have tokens before and after it. `ids`: at least of these."""
+    before, after = around
+    tokens = [
+        {"id": f"t{ids[name]}", "ids": [ids[name]], "tokens": [name]} for name in dict.fromkeys((*before, *after))
+    ]
+    pieces = [*(f"t{ids[name]}" for name in before), "$A", *(f"t{ids[name]}" for name in after)]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=tokens)
 
 
 _CLASSES: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], OwnTokenizer]]] = {
@@ -134,6 +170,7 @@ _CLASSES: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], OwnTokenizer]]]
     "BaiChuanTokenizer": _baichuan,
     "BaichuanTokenizer": _baichuan,
     "ChatGLMTokenizer": _chatglm,
+    "ChatGLM4Tokenizer": _glm4,
     "QWenTokenizer": _qwen,
 }
 
@@ -217,13 +254,7 @@ class _Tokens:
         backend = build_sentencepiece(self.model, self.names)
         special = [*self.special_tokens.values(), *special]
         backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-        pieces = [f"t{self.ids[token]}" for token in around[0]] + ["$A"]
-        pieces += [f"t{self.ids[token]}" for token in around[1]]
-        tokens = [
-            {"id": f"t{self.ids[token]}", "ids": [self.ids[token]], "tokens": [token]}
-            for token in dict.fromkeys((*around[0], *around[1]))
-        ]
-        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=tokens)
+        _put_around(backend, self.ids, around)
         return backend
 
 
@@ -260,10 +291,20 @@ def _listed(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, An
     return {key: dict(token) | {"normalized": False} for key, token in listed.items()}
 
 
-def _read_tiktoken(path: Path) -> dict[bytes, int]:
+_TIKTOKEN_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
+
+
+def _first_bytes(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(200)
+
+
+def _read_tiktoken(path: Path, settings: Mapping[str, Any]) -> dict[bytes, int]:
     """Lines of a token in base64 and its rank, which is its id."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there, which QWenTokenizer is read from")
+        raise FileNotFoundError(f"{path} is not there, which {settings.get('tokenizer_class')} is read from")
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:

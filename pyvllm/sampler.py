@@ -13,6 +13,7 @@ Symbols: R rows of the step (padded), V real vocabulary, L top log-probabilities
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -143,10 +144,17 @@ def _transform(
 
 def _mask(values: Tensor, step: StepView) -> None:
     """Leave masked rows of `values` [R, V] only the tokens whose bits are set, in place."""
-    bytes_ = step.mask_words.view(torch.uint8).view(len(step.mask_rows), -1, 1)
-    powers = 1 << torch.arange(8, dtype=torch.uint8, device=values.device)
-    may_follow = (bytes_ & powers).view(len(step.mask_rows), -1)[:, : values.shape[1]] != 0
-    values[step.mask_rows] = torch.where(may_follow, values[step.mask_rows], _NEVER)
+    octets = step.mask_words.view(torch.uint8).int()
+    # Eight tokens at once, and one addition: 0 for those that may follow, -inf for the others.
+    added = _octet_table(values.device).index_select(0, octets).view(len(step.mask_rows), -1)
+    values.index_add_(0, step.mask_rows, added[:, : values.shape[1]])
+
+
+@functools.cache
+def _octet_table(device: torch.device) -> Tensor:
+    """For each byte what its bits, from the lowest on, add to the logits of eight tokens: [256, 8] float32."""
+    bits = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.zeros(256, 8, device=device).masked_fill_(bits == 0, _NEVER)
 
 
 # --- beams ------------------------------------------------------------------------------------------------------------

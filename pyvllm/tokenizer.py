@@ -55,8 +55,10 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str],
+        ends: Sequence[str] = (),
     ) -> None:
-        """`special_tokens`: `bos_token` and so on -> content. `chat_templates`: `default` and so on -> text.
+        """`special_tokens`: `bos_token` and so on -> content. `chat_templates`: `default` and so on -> text. `ends`:
+        tokens that end a text beside `eos_token`.
 
         Raises ValueError naming the decoder of `backend` if it is not supported.
         """
@@ -66,6 +68,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens: Final = dict(special_tokens)
         self.chat_templates: Final = dict(chat_templates)
+        self._ends = tuple(ends)
         self.vocabulary: Final[VocabularyTable] = vocabulary_table(backend)
 
     @classmethod
@@ -119,6 +122,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The id that ends a text, if there is one. A model's generation_config may name others beside it."""
         return self._special_id("eos_token")
+
+    @cached_property
+    def end_token_ids(self) -> list[int]:
+        """All ids that end a text by the tokenizer's account, `eos_token_id` first."""
+        found = [self.eos_token_id, *(self.token_id(token) for token in self._ends)]
+        return [token_id for token_id in found if token_id is not None]
 
     @cached_property
     def pad_token_id(self) -> int | None:
@@ -197,7 +206,10 @@ def _from_own_class(folder: Path) -> Tokenizer | None:
     _add_tokens(made.backend, made.settings, {})
     templates = {} if made.chat_template is None else {"default": made.chat_template}
     return Tokenizer(
-        made.backend, special_tokens=made.special_tokens, chat_templates=_templates(folder, made.settings) or templates
+        made.backend,
+        special_tokens=made.special_tokens,
+        chat_templates=_templates(folder, made.settings) or templates,
+        ends=made.ends,
     )
 
 

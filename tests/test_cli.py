@@ -64,6 +64,14 @@ def test_generate_n_and_best_of(model: str, capsys: pytest.CaptureFixture[str]) 
     assert "[1/" not in capsys.readouterr().out
 
 
+def test_generate_a_text_of_a_form(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    form = '{"choice": ["heads", "tails"]}'
+    assert run("generate", model, "-p", "the", "--structured-outputs", form, "--max-tokens", "9", *FLAGS) == 0
+    assert capsys.readouterr().out in ("heads\n", "tails\n")
+    assert run("generate", model, "-p", "the", "--structured-outputs", '{"regex": "("}', *FLAGS) == 2
+    assert "structured_outputs.regex cannot be used" in capsys.readouterr().err
+
+
 def test_generate_from_a_file_and_from_stdin(
     model: str,
     texts: dict[str, str],
@@ -97,7 +105,7 @@ def test_closed_streams(model: str) -> None:
     for arguments, status, message in (
         (f"generate {model} --device cpu -p the >&-", 1, "pyvllm: error: standard output is closed\n"),
         (f"generate {model} <&-", 2, "pyvllm: error: a prompt must be given: -p TEXT, -f FILE, or on stdin\n"),
-        (f"chat {model} <&-", 0, ""),
+        (f"chat {model} --device cpu <&-", 0, ""),
     ):
         done = subprocess.run(["sh", "-c", f"{command} {arguments}"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (status, message)
@@ -175,6 +183,10 @@ def test_bad_input_is_one_line_and_status_2(
         (["generate", "M", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "M", "--logit-bias", "{"], "argument --logit-bias: not JSON"),
         (["generate", "M", "--logit-bias", '{"a": 1}'], "argument --logit-bias: bad key"),
+        (["generate", "M", "--structured-outputs", "{"], "argument --structured-outputs: not JSON"),
+        (["generate", "M", "--structured-outputs", '{"form": 1}'], "unexpected keyword argument 'form'"),
+        (["generate", "M", "--structured-outputs", '{"regex": 1}'], "structured_outputs must be a StructuredOutputsP"),
+        (["generate", "M", "--logits-processors", "f"], "unrecognized arguments: --logits-processors"),
         (["generate", "M", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["generate", "M", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["generate", "M", "--logprobs", "3"], "unrecognized arguments: --logprobs"),  # only text is printed

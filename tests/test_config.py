@@ -176,6 +176,12 @@ def test_length_beyond_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_max_model_len(engine_args(), native=2048) == 2048
 
 
+def test_more_than_the_usual_length_has_to_be_asked_for() -> None:
+    assert resolve_max_model_len(engine_args(), native=2048, usual=512) == 512
+    assert resolve_max_model_len(engine_args(max_model_len="auto"), native=2048, usual=512) == 2048
+    assert resolve_max_model_len(engine_args(max_model_len=600), native=2048, usual=512) == 600
+
+
 def test_b023_pool_smaller_than_one_request() -> None:
     with pytest.raises(ValueError, match=r"max_model_len is 4096 tokens, but the KV pool holds only 128 \(8 blocks"):
         limit_to_pool(engine_args(max_model_len=4096), max_model_len=4096, num_blocks=8, block_size=16)

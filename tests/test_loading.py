@@ -77,12 +77,12 @@ def test_quantised_gguf_runs_in_bfloat16(smollm2: Path) -> None:
 
 
 def test_end_of_sequence_ids() -> None:
-    assert eos_token_ids(7, {"eos_token_id": 2}, {"eos_token_id": [2, 5]}) == [7, 2, 5]
-    assert eos_token_ids(2, {"eos_token_id": None}, {}) == [2]
-    assert eos_token_ids(None, {}, {}) == []
+    assert eos_token_ids([7], {"eos_token_id": 2}, {"eos_token_id": [2, 5]}) == [7, 2, 5]
+    assert eos_token_ids([2], {"eos_token_id": None}, {}) == [2]
+    assert eos_token_ids([], {}, {}) == []
     for bad in ("x", -1, [1.5], [None], True):
         with pytest.raises(ValueError, match="eos_token_id of the model must be null, an id or a list of ids, got"):
-            eos_token_ids(None, {"eos_token_id": bad})
+            eos_token_ids([], {"eos_token_id": bad})
 
 
 def test_defaults_are_those_of_the_file_and_of_overrides(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,6 +80,11 @@ def test_a_model_in_mxfp4(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for name, tensor in expand_mxfp4(open_safetensors(tmp_path)).items():
         model.state_dict()[name].copy_(tensor.read())
-    options: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 64,
+        "max_model_len": 64,
+        "block_size": 4,
+        "skip_tokenizer_init": True,
+    }
     with torch.inference_mode(), LLM(str(tmp_path), dtype="float32", **options) as llm:
         assert_greedy_equal(model, llm, [[5, 6, 7], [(3 * i) % 97 for i in range(20)]], 12)

@@ -62,6 +62,7 @@ def fake_output(**fields: Any) -> Any:
         "scheduled_ts": 2.0,
         "first_token_ts": 3.5,
         "last_token_ts": 4.0,
+        "error": None,
     }
     return SimpleNamespace(**(output | fields))
 

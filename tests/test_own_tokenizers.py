@@ -195,7 +195,7 @@ def test_chatglm(tmp_path: Path) -> None:
     expected = [first + 1, first + 3, first + 6, *reference.encode("\n Hi")]
     assert ids == [*expected, first + 7, *reference.encode("\n the family"), first + 7]
     assert made.vocab_size == first + 9
-    assert made.eos_token_id == first + 6
+    assert made.end_token_ids == [first + 6, first + 8]
 
 
 def test_chatglm3_as_its_files_spell_it(tmp_path: Path) -> None:
@@ -268,15 +268,47 @@ def test_qwen1(tmp_path: Path) -> None:
     assert not made.chat_templates
     folder(tmp_path, generation_config={"chat_format": "chatml", "eos_token_id": len(ranks)})
     made = load_tokenizer(tmp_path)
-    assert made.eos_token_id == len(ranks) + 2
+    assert made.end_token_ids == [len(ranks) + 2, len(ranks) + 1]
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     assert chat(made, "Hi") == system + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def write_tiktoken(path: Path, ranks: Mapping[bytes, int]) -> None:
+@pytest.mark.parametrize("name", ["ChatGLMTokenizer", "ChatGLM4Tokenizer"])
+def test_glm4_in_its_first_spelling(name: str, tmp_path: Path) -> None:
+    ranks = byte_pairs()
+    write_tiktoken(tmp_path, ranks, "tokenizer.model")
+    names = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|user|>", "<|assistant|>"]
+    reference = tiktoken.Encoding(
+        "small",
+        pat_str=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        mergeable_ranks=ranks,
+        special_tokens={name: len(ranks) + i for i, name in enumerate(names)},
+    )
+    config: dict[str, Any] = {
+        "tokenizer_class": name,
+        "added_tokens_decoder": {
+            str(len(ranks) + i): {"content": name, "special": True} for i, name in enumerate(names)
+        },
+        "chat_template": "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}",
+    }
+    made = load_tokenizer(folder(tmp_path, tokenizer_config=config))
+    begin = [len(ranks) + 2, len(ranks) + 4]
+    for text in [*SAMPLES, TEXT, "It's 20234\r\n\r\n  x", "e\u0301"]:
+        assert made.encode(text) == begin + reference.encode(text)
+        assert made.decode(made.encode(text)) == text
+    text = chat(made, "Hi", "the family")
+    assert made.encode(text, add_special_tokens=False) == reference.encode(text, allowed_special="all")
+    assert made.eos_token_id == len(ranks)
+    del config["added_tokens_decoder"][str(len(ranks))]
+    with pytest.raises(ValueError, match="leaves ids out before it"):
+        load_tokenizer(folder(tmp_path, tokenizer_config=config))
+
+
+def write_tiktoken(path: Path, ranks: Mapping[bytes, int], name: str = "qwen.tiktoken") -> None:
     """The file of Qwen 1."""
     lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
-    (path / "qwen.tiktoken").write_bytes(b"\n".join(lines))
+    (path / name).write_bytes(b"\n".join(lines))
 
 
 def byte_pairs() -> dict[bytes, int]:

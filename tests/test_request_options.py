@@ -247,6 +247,17 @@ def test_r007_a_processor_that_fails_ends_its_request_alone(tiny_llama: Path, fu
         generate(llm, PROMPT, SamplingParams(logits_processors=[function]))
 
 
+def test_infinities_of_processors_are_what_they_seem(llm: LLM) -> None:
+    def force(token_ids: list[int], logits: Tensor) -> Tensor:
+        logits[80 + len(token_ids)] = torch.inf
+        logits[90] = torch.nan
+        return logits
+
+    for fields in ({"temperature": 0}, {"temperature": 2.0, "top_p": 0.9}, {"allowed_token_ids": [*range(80, 100)]}):
+        params = SamplingParams(max_tokens=4, logits_processors=[force], repetition_penalty=1.5, **fields)
+        assert generate(llm, PROMPT, params)[0].outputs[0].token_ids == [80, 81, 82, 83]
+
+
 @pytest.mark.parametrize("value", ["f", [1], {"f": len}, len])
 def test_what_is_no_list_of_functions(value: Any) -> None:
     with pytest.raises(ParameterError, match="logits_processors must be None or a list of functions"):

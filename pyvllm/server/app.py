@@ -103,6 +103,8 @@ def _routes(serving: Serving) -> list[Route]:
 
 
 def _add(app: FastAPI, route: Route) -> None:
+    if route.method == "GET":
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     extra: dict[str, Any] = {}
     if route.body is not None:
         schema = {"$ref": _SCHEMAS + route.body.__name__}

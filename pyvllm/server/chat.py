@@ -124,7 +124,7 @@ class Chat(TextRoute[ChatBody]):
         chat = conversation(self.serving, body)
         prompt = await self.serving.off_loop(encode_chat, tokenizer, chat, body.cache_salt)
         prompt = truncated(prompt, body.truncate_prompt_tokens, self.serving.llm.info.max_model_len)
-        job = Job(prompts=[prompt], params=params, priority=body.priority, renamed=self.renamed(body), notes=notes)
+        job = Job(prompts=[prompt], params=params, priority=body.priority, renamed=self.all_renamed(body), notes=notes)
         return ChatTask(self.serving, body, model, job)
 
 

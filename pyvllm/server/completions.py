@@ -151,7 +151,7 @@ class Completions(TextRoute[CompletionBody]):
         params = sampling(self.serving, body, given, **fixed)
         prompts = await self._prompts(body)
         ready = [truncated(prompt, body.truncate_prompt_tokens, self._max_model_len) for prompt in prompts]
-        job = Job(prompts=ready, params=params, priority=body.priority, renamed=self.renamed(body), notes=notes)
+        job = Job(prompts=ready, params=params, priority=body.priority, renamed=self.all_renamed(body), notes=notes)
         return CompletionTask(self.serving, body, model, job, scores_only=scores_only)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, Self, get_args, get_type_hints
 
 from pyvllm.config import env
+from pyvllm.engine_client import HEARTBEAT_TIMEOUT_S
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 UnknownFields = Literal["error", "warn"]
@@ -146,7 +147,7 @@ class ServerArgs:
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that may wait in the engine; above it 503. None: no limit."""
 
-    engine_heartbeat_timeout: float = 10.0
+    engine_heartbeat_timeout: float = HEARTBEAT_TIMEOUT_S
     """Seconds without a sign of life from the engine's process after which it counts as dead."""
 
     engine_stall_timeout: float = 120.0

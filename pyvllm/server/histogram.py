@@ -32,6 +32,11 @@ COUNTS: Final = (0, 1, 2, 5, 10, 20)
 SEQUENCES: Final = (1, 2, 5, 10, 20)
 
 
+def bound_text(bound: float) -> str:
+    """The greatest value of a bucket, as Prometheus writes it."""
+    return "+Inf" if bound == float("inf") else str(float(bound))
+
+
 class Histogram:
     """Counts of values by bucket. Written by one thread."""
 
@@ -56,7 +61,7 @@ class Histogram:
         found, total = [], 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            found.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+            found.append((bound_text(bound), float(total)))
         return found
 
     @property

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -34,6 +36,8 @@ LAST_ANSWERS_S: Final = 5.0
 DEAD_GRACE_S: Final = 2.0
 """How long /health says 503 before the server of a dead engine ends."""
 BACKLOG: Final = 2048
+MAX_FILES: Final = 1 << 16
+"""Each connection is an open file, and shells often allow but 1,024 by default."""
 
 MakeApp = Callable[[Serving], ASGIApp]
 
@@ -46,6 +50,7 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
     be used.
     """
     check_files(args)
+    raise_file_limit()
     with listening(args) as listener:
         llm = AsyncLLM.from_engine_args(
             engine_args,
@@ -61,11 +66,21 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
             gc.collect()
             gc.freeze()
             logger.info("serving %s on %s", ", ".join(serving.names), _shown(listener, args))
+            allow_reuse(listener)
             asyncio.run(server.serve(sockets=[listener]))
             serving.close()
             return server.exit_status
         finally:
             llm.shutdown()
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may by itself, up to `MAX_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_files(args: ServerArgs) -> None:
@@ -99,17 +114,35 @@ def listening(args: ServerArgs) -> Iterator[socket.socket]:
         host = args.host or "0.0.0.0"
         # asyncio turns Nagle's algorithm off, which delays each answer by 40 ms, only for sockets that say TCP.
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, proto=socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         address = (host, args.port)
     with listener:
         try:
-            listener.bind(address)
+            _bind(listener, address)
         except OSError as error:
             raise OSError(f"cannot listen on {address}: {error.strerror or error}") from None
         listener.set_inheritable(False)
         yield listener
     if args.uds is not None:
         Path(args.uds).unlink(missing_ok=True)
+
+
+def _bind(listener: socket.socket, address: str | tuple[str, int]) -> None:
+    """Take an address. Raises OSError if another server has it, even one that does not listen yet."""
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or listener.family == socket.AF_UNIX:
+            raise
+        # What is left may be connections of a server that has ended. With this option two servers that do not listen
+        # yet would both get the address, so it is only the second choice, and set by the first just before it listens.
+        allow_reuse(listener)
+        listener.bind(address)
+
+
+def allow_reuse(listener: socket.socket) -> None:
+    """Let connections that are left when a server ends, which take after it, not keep its address from the next one."""
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _shown(listener: socket.socket, args: ServerArgs) -> str:
@@ -200,8 +233,8 @@ class Server(uvicorn.Server):
 
     async def _mourn(self) -> None:
         """Answer all that is open with an error, and say 503 for as long as a load balancer needs to see it."""
-        self._serving.llm.shutdown()
-        await asyncio.sleep(DEAD_GRACE_S)
+        # In a thread: it waits for the process, which may take its time to go, while answers are still to be sent.
+        await asyncio.gather(asyncio.to_thread(self._serving.llm.shutdown), asyncio.sleep(DEAD_GRACE_S))
         self._finish()
 
     def _finish(self) -> None:

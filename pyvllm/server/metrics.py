@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from pyvllm import _core
 from pyvllm.sampling_params import SamplingParams
 from pyvllm.server import histogram as h
-from pyvllm.server.histogram import Histogram
+from pyvllm.server.histogram import Histogram, bound_text
 
 _PREFIX: Final = "pyvllm:"
 _OLD_PREFIX: Final = "vllm:"
@@ -140,6 +140,7 @@ class Metrics(Collector):
             yield from self._gauges(prefix, stats)
             yield from self._counters(prefix, stats)
             yield from self._request_histograms(prefix)
+            yield self._step_tokens(prefix, stats)
         yield from self._http()
 
     def _measure_throughput(self, stats: _core.Stats) -> None:
@@ -168,6 +169,13 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(prefix + name, text, labels=_LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        reasons = GaugeMetricFamily(
+            prefix + "num_requests_waiting_by_reason", "Requests that wait, by what for.", labels=(*_LABELS, "reason")
+        )
+        # capacity: for memory and room in a step; deferred: for the grammar of constrained output.
+        reasons.add_metric((*self._labels, "capacity"), stats.num_waiting - stats.num_compiling)
+        reasons.add_metric((*self._labels, "deferred"), stats.num_compiling)
+        yield reasons
         config = GaugeMetricFamily(
             prefix + "cache_config_info",
             "Sizes of the KV pools.",
@@ -179,7 +187,7 @@ class Metrics(Collector):
     def _counters(self, prefix: str, stats: _core.Stats) -> Iterator[Metric]:
         values = {
             "num_preemptions": (stats.num_recomputations + stats.num_swap_outs, "Sequences that gave way."),
-            "prompt_tokens": (stats.prompt_tokens, "Prompt tokens computed."),
+            "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of requests that ran, cached ones included."),
             "prompt_tokens_cached": (
                 self.requests.cached_tokens,
                 "Cached prompt tokens of finished requests.",
@@ -213,6 +221,15 @@ class Metrics(Collector):
                 family = HistogramMetricFamily(prefix + one, text, labels=_LABELS)
                 family.add_metric(self._labels, buckets=seen.buckets(), sum_value=seen.sum)
                 yield family
+
+    def _step_tokens(self, prefix: str, stats: _core.Stats) -> Metric:
+        # Its name ends like a counter's; dashboards know it so.
+        family = HistogramMetricFamily(
+            prefix + "iteration_tokens_total", "Tokens of prompts and outputs that a step computed.", labels=_LABELS
+        )
+        buckets = [(bound_text(bound), float(count)) for bound, count in stats.step_token_buckets]
+        family.add_metric(self._labels, buckets=buckets, sum_value=float(stats.step_tokens))
+        return family
 
     def _http(self) -> Iterator[Metric]:
         counts = CounterMetricFamily("http_requests", "Answered requests.", labels=("handler", "method", "status"))

@@ -13,10 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 from pyvllm.sampling_params import SamplingParams, parameter_error
 from pyvllm.server.config import UnknownFields
 from pyvllm.server.errors import ApiError, bad_request, not_supported
+from pyvllm.server.forms import structured_outputs
 from pyvllm.server.protocol import NOT_YET, SAMPLING_FIELDS, Body
 
 MAX_TEMPERATURE: Final = 2.0
 MAX_STOPS: Final = 64
+MAX_DEPTH: Final = 100
+"""Objects and lists within each other: what checks, copies or shows values goes a call deeper for each."""
 WARNING_HEADER: Final = "Warning"
 _JSON_TYPES: Final = ("application/json", "+json")
 
@@ -47,13 +50,29 @@ async def read_json(request: Request, limit: int, *, any_type: bool = False) -> 
         if size > limit:
             raise too_large
         more = message.get("more_body", False)
+    content = b"".join(parts)
     try:
-        found = orjson.loads(b"".join(parts))
+        found = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise bad_request(None, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise bad_request(None, f"the body must be a JSON object, got {type(found).__name__}")
+    if content.count(b"{") + content.count(b"[") > MAX_DEPTH:
+        _check_depth(found)
     return found
+
+
+def _check_depth(found: Mapping[str, Any]) -> None:
+    """Raise `ApiError` naming the first field that is nested too deeply."""
+    for name, value in found.items():
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+            if not nested:
+                break
+            level = [child for children in nested for child in children]
+        else:
+            raise bad_request(_clean(name), f"{_clean(name)} must be nested at most {MAX_DEPTH} deep")
 
 
 def parse_body(model: type[_B], found: Mapping[str, Any], unknown: UnknownFields) -> tuple[_B, dict[str, str]]:
@@ -120,6 +139,8 @@ def given_sampling(body: Body) -> dict[str, Any]:
         raise parameter_error("stop", f"at most {MAX_STOPS} strings", f"{len(stop)} strings")
     if "logit_bias" in given:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
+    if "structured_outputs" in given:
+        given["structured_outputs"] = structured_outputs(given["structured_outputs"])
     return given
 
 
@@ -128,7 +149,7 @@ def _logit_bias(value: object) -> dict[int, Any]:
     if not isinstance(value, dict):
         raise parameter_error("logit_bias", expected, value)
     for key in value:
-        if not key.removeprefix("-").isdecimal() or len(key) > 19:
+        if not (key.isascii() and key.removeprefix("-").isdecimal()) or len(key) > 19:
             raise parameter_error("logit_bias", expected, key)
     return {int(key): bias for key, bias in value.items()}
 

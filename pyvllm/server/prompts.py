@@ -37,7 +37,7 @@ def parse_prompts(value: object, cache_salt: str | None, most: int) -> list[Pars
         return [_text(value or "", "prompt", cache_salt)]
     if not isinstance(value, list) or not value:
         raise bad_request("prompt", f"prompt must be a text, token ids, or a list of either, got {_shown(value)}")
-    if type(value[0]) is int:
+    if isinstance(value[0], int | float):
         return [_ids(value, "prompt", cache_salt)]
     if len(value) > most:
         raise bad_request("prompt", f"prompt must be a list of at most {most} prompts, got {len(value)}")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, 
 from pyvllm.arguments import field_docs
 from pyvllm.sampling_params import SamplingParams
 
-_INTERNAL: Final = ("detokenize", "output_kind", "logits_processors")
+_INTERNAL: Final = ("detokenize", "output_kind", "logits_processors", "guided_decoding")
 """Fields of `SamplingParams` that are no client's business."""
 
 SAMPLING_FIELDS: Final = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.name not in _INTERNAL)
@@ -64,9 +64,9 @@ class ResponseFormat(Body):
     """What form the text is to have."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    """Only text."""
+    """text is any; structural_tag is not supported."""
     json_schema: Json | None = None
-    """For json_schema."""
+    """For json_schema: an object whose field schema is one."""
 
 
 class GenerationBody(Body):
@@ -79,7 +79,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     """Only with stream."""
     response_format: ResponseFormat | None = None
-    """Only text."""
+    """The form of the text, as OpenAI has it; structured_outputs has more of them."""
     priority: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Lower runs first, if the engine's policy is priority."""
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")

@@ -40,7 +40,7 @@ class _Connection:
         return self._cycle.flow.write_paused
 
     def write(self, data: bytes) -> bool:
-        if not self._cycle.disconnected:
+        if not (self._cycle.disconnected or self._cycle.transport.is_closing()):
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return False
 

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from pyvllm import _core
 from pyvllm.sampling_params import ParameterError, RequestOutputKind, SamplingParams
-from pyvllm.server.errors import as_api_error, bad_request, not_supported
+from pyvllm.server.errors import as_api_error, bad_request
+from pyvllm.server.forms import response_form
 from pyvllm.server.generation import Job, last_outputs, submitted, while_connected
 from pyvllm.server.logprobs import TokenTexts
 from pyvllm.server.parsing import make_params, parse_body, read_json
@@ -112,6 +113,11 @@ class TextRoute(ABC, Generic[B]):
     def renamed(self, body: Any) -> Mapping[str, str]:
         """Sampling parameters that have another name in this body -> that."""
 
+    def all_renamed(self, body: GenerationBody) -> Mapping[str, str]:
+        """And what `response_format` stands for."""
+        form = {} if body.response_format is None else {"structured_outputs": "response_format"}
+        return {**self.renamed(body), **form}
+
     async def create(self, request: Request) -> Response:
         """Answer a request."""
         return await self.answer(request, await read_json(request, self.serving.args.max_body_bytes))
@@ -127,7 +133,7 @@ class TextRoute(ABC, Generic[B]):
         try:
             task = await self.prepare(body, model, notes)
         except ParameterError as error:
-            raise as_api_error(error, self.renamed(body)) from None
+            raise as_api_error(error, self.all_renamed(body)) from None
         if body.stream:
             return StreamedAnswer(serving, task.job, task.writer(), on_error=error_events, headers=headers)
         try:
@@ -135,6 +141,8 @@ class TextRoute(ABC, Generic[B]):
         except ClientDisconnect:
             notes.client_gone = True
             return Response(status_code=CLIENT_GONE)
+        except ParameterError as error:  # of a grammar that turned out to be none
+            raise as_api_error(error, task.job.renamed) from None
         answer = task.whole(outputs)
         notes.output_tokens = answer["usage"]["completion_tokens"]
         notes.finish_reasons = [choice["finish_reason"] for choice in answer["choices"]]
@@ -152,8 +160,6 @@ def check_options(body: GenerationBody) -> None:
     """What can be said against a body's fields without their values' meaning. Raises `ApiError`."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options must only be given with stream")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise not_supported("response_format", f"there is no constrained output, got {body.response_format.type!r}")
 
 
 def sampling(serving: Serving, body: GenerationBody, given: dict[str, Any], **fixed: Any) -> SamplingParams:
@@ -163,6 +169,11 @@ def sampling(serving: Serving, body: GenerationBody, given: dict[str, Any], **fi
     for what cannot be streamed.
     """
     beams = given.get("use_beam_search") is True
+    form = None if body.response_format is None else response_form(body.response_format)
+    if form is not None:
+        if "structured_outputs" in given:
+            raise bad_request("response_format", "response_format must not be given beside structured_outputs")
+        fixed["structured_outputs"] = form
     kind = RequestOutputKind.DELTA if body.stream and not beams else RequestOutputKind.FINAL_ONLY
     params = make_params(serving.default_entries, given, output_kind=kind, **fixed)
     if body.stream and not beams and params.best_of is not None and params.best_of > params.n:

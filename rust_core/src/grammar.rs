@@ -19,7 +19,7 @@ const MAX_COMPILE: Duration = Duration::from_secs(10);
 /// Threads that compile at once; those given up do not count.
 const MAX_THREADS: usize = 2;
 /// Compiled grammars that are kept for requests to come.
-const MAX_KEPT: usize = 16;
+const MAX_KEPT: usize = 8;
 /// What stands for an end of sequence that no vocabulary has.
 const NO_TOKEN: u32 = u32::MAX;
 
@@ -75,7 +75,7 @@ fn tok_env(vocabulary: &Vocabulary, vocab_size: usize, eos_token_ids: &[u32]) ->
 
 fn limits() -> ParserLimits {
     ParserLimits {
-        max_lexer_states: 50_000,
+        max_lexer_states: 25_000,
         max_grammar_size: 200_000,
         verbose_errors: false,
         ..ParserLimits::default()

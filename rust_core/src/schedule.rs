@@ -12,7 +12,7 @@ use crate::draft::{Draft, Entry};
 use crate::error::Error;
 use crate::fault::Fault;
 use crate::guided::StructuredOutputs;
-use crate::plan::StepPlan;
+use crate::plan::{Header, StepPlan};
 use crate::scheduler::{Config, Key, PreemptionMode, Scheduler};
 use crate::sequence::{Group, Sequence, State};
 
@@ -48,6 +48,7 @@ impl Scheduler {
             let cascade_blocks = cascade_tokens.div_ceil(*block_size);
             let (plan, flight) = draft.write(step, &mut self.groups, *block_size, graph_sizes, cascade_blocks);
             self.flights.push_back(flight);
+            self.counters.step_tokens.observe(plan.header(Header::NumTokens) as u64);
             plan
         });
         self.draft = draft;

@@ -202,6 +202,7 @@ impl Scheduler {
         Stats {
             num_running: live(&mut self.running.iter()),
             num_waiting: self.waiting.len(),
+            num_compiling: self.groups().filter(|group| group.compiling).count(),
             queued: self.queued,
             num_swapped: live(&mut self.swapped.iter()),
             num_gpu_blocks: self.blocks.num_device_blocks(),

@@ -5,7 +5,9 @@ What no model of transformers computes is compared with formulas in float64.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyvllm import LLM
 from pyvllm.models import build_spec
 from tests.tiny_models import check_every_position, hf_logits, load, random_model
 
@@ -213,6 +216,8 @@ def test_baichuan_2_has_a_head_of_unit_rows_and_tells_its_positions_by_its_size(
     assert parts is not None
     assert parts[0][0] == "head"
     torch.testing.assert_close(parts[0][1], stored / stored.norm(dim=1, keepdim=True))
+    more = build_spec(config | {"num_attention_heads": 32, "vocab_size": 125699})  # somebody added tokens
+    assert more.names == spec.names
     large = build_spec(config | {"hidden_size": 5120, "num_attention_heads": 40})
     assert (large.ropes[0], len(large.alibi_slopes or ())) == (None, 40)
     first = build_spec(config | {"vocab_size": 64000, "hidden_size": 5120, "num_attention_heads": 40})
@@ -323,6 +328,29 @@ def test_gemma3_with_images_is_its_text_part(prefix: str) -> None:
     text_config = fields | {"tie_word_embeddings": True}
     config = {"text_config": text_config}
     check("Gemma3ForConditionalGeneration", config, state, lambda text: hf_logits(model, text))
+
+
+def test_no_matrix_of_the_eyes_is_taken_for_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = SIZES | {"num_key_value_heads": 2, "head_dim": 12, "sliding_window": 7}
+    model = random_model("gemma3_text", **fields, pad_token_id=None)
+    state = {key.replace("model.", "language_model.model."): value for key, value in model.state_dict().items()}
+    del state["lm_head.weight"]
+    state["multi_modal_projector.mm_input_projection_weight"] = torch.zeros(5, 48)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    options: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), dtype="float32", **options):
+        assert not [record for record in caplog.records if "ties" in record.getMessage()]
+    del state["language_model.model.embed_tokens.weight"]
+    state["language_model.lm_head.weight"] = torch.zeros(97, 48)  # the one that is stored stands for both
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with LLM(str(tmp_path), dtype="float32", **options):
+        pass
+    del state["language_model.model.norm.weight"]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"1 missing: norm\.weight \(final_norm\)"):
+        LLM(str(tmp_path), dtype="float32", **options)
 
 
 # --- MPT as its authors wrote it --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md do what it says."""
+"""The commands of docs/serving.md and of the README's server do what is said there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import pytest
 from pyvllm.server import command
 from tests.server.conftest import Served
 
-TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+README = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+README_CURLS = [block for block in README if block.startswith("curl")]
+README_SERVES = [block for block in README if block.startswith("pyvllm serve")]
 SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 CURLS = [block for block in SHELL if block.startswith("curl")]
 SERVES = [block for block in SHELL if block.startswith("pyvllm serve")]
@@ -27,9 +31,10 @@ def test_all_commands_are_of_a_kind_that_is_tested() -> None:
     assert len(CURLS) >= 5
     assert len(SERVES) >= 5
     assert len(CURLS) + len(SERVES) == len(SHELL)
+    assert (len(README_SERVES), len(README_CURLS)) == (1, 1)  # a quick start: one command, one line
 
 
-@pytest.mark.parametrize("block", CURLS)
+@pytest.mark.parametrize("block", CURLS + README_CURLS)
 def test_curl_lines_are_answered(server: Served, block: str) -> None:
     line = block.replace(HOST, server.url).replace("curl", "curl --silent --show-error --fail", 1)
     result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
@@ -38,7 +43,7 @@ def test_curl_lines_are_answered(server: Served, block: str) -> None:
     assert '"error":' not in result.stdout
 
 
-@pytest.mark.parametrize("block", SERVES)
+@pytest.mark.parametrize("block", SERVES + README_SERVES)
 def test_flags_are_known(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "server.yaml").write_text(YAML)
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,8 @@ def assert_error(response: httpx.Response, status: int, param: str | None) -> st
         *[("logprobs", value) for value in (21, -2, 2**31, 2**32 + 1, "x", True)],
         *[("prompt_logprobs", value) for value in (21, -2, "x")],
         *[("allowed_token_ids", value) for value in ([], [320], [-1], "x")],
-        *[("logit_bias", value) for value in ({"320": 5}, {"-1": 5}, {"abc": 1}, {"3": 101}, {"3": "x"}, [1], "x")],
+        *[("prompt", value) for value in ([1.5], [1e20], [True], [[]], ["a", 1], [1, "a"], {}, 5, [2**31], [None])],
+        *[("logit_bias", value) for value in ({"320": 5}, {"-1": 5}, {"\u0661": 5}, {" 1": 5}, {"abc": 1}, {"3": 101}, {"3": "x"}, [1], "x")],
         *[("ignore_eos", value) for value in ("x", 1, [1])],
         *[("early_stopping", value) for value in ("x", 5)],
         *[("stream", value) for value in ("x", 1)],
@@ -64,6 +65,32 @@ def assert_error(response: httpx.Response, status: int, param: str | None) -> st
 def test_wrong_values_are_named(server: Served, field: str, value: Any) -> None:
     message = assert_error(server.post(PATH, BODY | {field: value}), 400, field)
     assert field in message
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop", "prompt", "metadata", "structured_outputs", "user"])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_deep_nesting_is_named(server: Served, field: str, opening: str) -> None:
+    depth = 1000
+    value = opening * depth + "1" + {"[": "]", '{"a":': "}"}[opening] * depth
+    fields = {"prompt": '"a"', "max_tokens": "1", field: value}
+    content = "{" + ",".join(f'"{name}":{one}' for name, one in fields.items()) + "}"
+    with server.http() as http:
+        response = http.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert_error(response, 400, field)
+        kwargs = f'{{"messages":[{{"role":"user","content":"a"}}],"max_tokens":1,"chat_template_kwargs":{value}}}'
+        response = http.post("/v1/chat/completions", content=kwargs, headers={"content-type": "application/json"})
+        assert_error(response, 400, "chat_template_kwargs")
+
+
+def test_nesting_that_is_usual_is_taken(server: Served) -> None:
+    value: Any = 1
+    for _ in range(90):
+        value = {"a": value}
+    assert server.post(PATH, BODY | {"metadata": value}).status_code == 200
+    messages = [{"role": "user", "content": "a"}]
+    body = {"messages": messages, "max_tokens": 1, "chat_template_kwargs": {"x": value}}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    assert server.post(PATH, BODY | {"prompt": [[1]] * 500, "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.parametrize("field", ["bad_words", "structured_outputs", "stop_regex", "vllm_xargs"])
@@ -130,6 +157,9 @@ def test_paths_and_methods(server: Served) -> None:
         assert_error(response, 405, None)
         assert response.headers["allow"] == "POST"
         assert_error(http.post("/v1/models", json={}), 405, None)
+        for path in ("/health", "/v1/models", "/metrics"):
+            response = http.head(path)
+            assert (response.status_code, response.content) == (200, b"")
 
 
 def test_large_bodies_are_refused_before_they_are_read(server: Served) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import httpx
 import pytest
 
 from pyvllm.cli import main
+from pyvllm.server.config import ServerArgs
+from pyvllm.server.life_cycle import MAX_FILES, allow_reuse, listening, raise_file_limit
 from tests.server.conftest import ENGINE_FLAGS, Served, is_idle, serve, wait_until
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "stream": True}
@@ -93,7 +96,7 @@ def test_killed_engine_ends_all_requests_and_the_server(tiny_llama: Path, tmp_pa
 
 
 def test_engine_that_hangs_is_as_good_as_dead(tiny_llama: Path, tmp_path: Path) -> None:
-    with serve(tiny_llama, tmp_path, "--engine-heartbeat-timeout", "2") as served, ThreadPoolExecutor(16) as pool:
+    with serve(tiny_llama, tmp_path) as served, ThreadPoolExecutor(16) as pool:
         (stream,) = _begin(pool, served, 1, LONG)
         (engine,) = served.engine_pids()
         start = time.monotonic()
@@ -128,6 +131,24 @@ def test_port_in_use_is_said_before_a_model_is_loaded(tiny_llama: Path) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("pyvllm: error: cannot listen on ('127.0.0.1'")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_port_is_one_servers_while_it_loads_and_another_can_follow_it() -> None:
+    with listening(ServerArgs(host="127.0.0.1", port=0)) as first:
+        args = ServerArgs(host="127.0.0.1", port=first.getsockname()[1])
+        with pytest.raises(OSError, match="cannot listen on"), listening(args):
+            pass
+        allow_reuse(first)
+        first.listen()
+        client = socket.create_connection(first.getsockname())
+        accepted, _ = first.accept()
+    accepted.close()  # The server's end is closed first, so the system keeps the address for a minute.
+    client.close()
+    with listening(args) as second:
+        allow_reuse(second)
+        second.listen()
+        with pytest.raises(OSError, match="cannot listen on"), listening(args):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -176,11 +197,26 @@ def test_storm_of_clients_that_leave_at_once(server: Served) -> None:
     content = b'{"prompt":"Hello","max_tokens":400,"ignore_eos":true,"stream":true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     port = int(server.url.rsplit(":", 1)[1])
-    for _ in range(1000):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+    raise_file_limit()
+    with contextlib.ExitStack() as stack:
+        for _ in range(min(1000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.sendall(head % len(content) + content)
-    wait_until(lambda: is_idle(server), 20)
+    wait_until(lambda: is_idle(server), 30)
+    assert "socket.send() raised" not in server.log.read_text(), "what nobody reads is not written"
     assert server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2}).status_code == 200
+
+
+def test_a_low_limit_of_open_files_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        raise_file_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1]
+        assert soft == MAX_FILES or soft == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_slow_readers_hold_up_nobody(server: Served) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,7 +13,8 @@ from pyvllm.server.histogram import COUNTS, Histogram
 from tests.server.conftest import Served
 
 NAMES = (
-    *("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc"),
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "num_requests_swapped"),
+    *("kv_cache_usage_perc", "iteration_tokens_total"),
     *("cache_config_info", "gpu_cache_usage_perc", "cpu_cache_usage_perc", "avg_prompt_throughput_toks_per_s"),
     *("avg_generation_throughput_toks_per_s", "num_preemptions", "prompt_tokens", "prompt_tokens_cached"),
     *("generation_tokens", "request_success", "prefix_cache_queries", "prefix_cache_hits", "admission_rejections"),
@@ -102,6 +105,22 @@ def test_tokenize_and_back(server: Served) -> None:
     for body in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": 5}):
         assert server.post("/tokenize", body).status_code == 400
     assert server.post("/detokenize", {"tokens": ["a"]}).status_code == 400
+
+
+@pytest.mark.parametrize("field", [{}, {"structured_outputs": {"regex": "[0-9]{3}"}}])
+def test_tokens_of_steps_are_counted(server: Served, field: dict[str, Any]) -> None:
+    def counts() -> tuple[float, float]:
+        return server.metric("pyvllm:iteration_tokens_total_count"), server.metric("pyvllm:iteration_tokens_total_sum")
+
+    before = counts()
+    answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True} | field)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    steps, tokens = (new - old for old, new in zip(before, counts(), strict=True))
+    # The last token is sampled and never computed with; a step ahead of it may have begun before it was known to be so.
+    last = usage["total_tokens"] - 1
+    assert tokens in (last, last + 1)
+    assert steps in (usage["completion_tokens"], usage["completion_tokens"] + 1)
 
 
 def test_histogram_counts_up_to_each_bound() -> None:

@@ -13,7 +13,8 @@ from pyvllm.models.stored import Stored, fused_qkv
 
 _HIDDEN_SIZE_7B: Final = 4096
 _VOCAB_SIZE_2: Final = 125696
-"""Of Baichuan 2, whose output matrix is stored as it was before its rows were made unit vectors."""
+"""Of Baichuan 2, to which tokens may have been added. Its output matrix is stored as it was before its rows were made
+unit vectors."""
 
 
 def baichuan_7b(config: Mapping[str, Any]) -> ModelSpec:
@@ -31,7 +32,7 @@ def _baichuan(config: Mapping[str, Any], *, alibi: bool) -> ModelSpec:
     spec = base_spec(fields, max_position_embeddings=4096, rotary=not alibi)
     names = dict[str, str | Stored](LLAMA_NAMES)
     names["layers.N.self_attn.W_pack"] = fused_qkv(spec.num_heads, spec.num_heads, spec.head_dim)
-    if spec.vocab_size == _VOCAB_SIZE_2:
+    if spec.vocab_size >= _VOCAB_SIZE_2:
         names["lm_head"] = Stored(slots=("head",), unit_rows=True)
     return replace(spec, alibi_slopes=alibi_slopes(spec.num_heads) if alibi else None, names=tuple(names.items()))
 

@@ -78,9 +78,16 @@ def _mpt(config: Mapping[str, Any], *, alibi: bool, no_bias: bool) -> ModelSpec:
 def _refuse(config: Mapping[str, Any], attention: Mapping[str, Any]) -> None:
     """Raise for what its authors' code knows and this does not."""
     choice(config, "norm_type", ("low_precision_layernorm", "layernorm"), "low_precision_layernorm")
-    for name in ("rope", "prefix_lm"):
+    for name in ("rope", "prefix_lm", "qk_gn"):
         if flag(attention, name):
             raise ValueError(f"config field attn_config.{name} is true, supported: false")
+    window = attention.get("sliding_window_size")
+    if window not in (None, -1):
+        raise ValueError(f"config field attn_config.sliding_window_size is {window!r}, supported: -1")
+    mlp = config.get("ffn_config") or {}
+    if not isinstance(mlp, Mapping):
+        raise ValueError(f"config field ffn_config is {mlp!r}, must be an object")
+    choice(mlp, "ffn_type", ("mptmlp",), "mptmlp")
 
 
 def _logit_scale(config: Mapping[str, Any], hidden_size: int) -> float:

@@ -212,6 +212,11 @@ impl Stats {
     }
 
     #[getter]
+    fn num_compiling(&self) -> usize {
+        self.0.num_compiling
+    }
+
+    #[getter]
     fn num_gpu_blocks(&self) -> usize {
         self.0.num_gpu_blocks
     }
@@ -269,5 +274,15 @@ impl Stats {
     #[getter]
     fn generation_tokens(&self) -> u64 {
         self.0.counters.generation_tokens
+    }
+
+    #[getter]
+    fn step_tokens(&self) -> u64 {
+        self.0.counters.step_tokens.sum
+    }
+
+    #[getter]
+    fn step_token_buckets(&self) -> Vec<(f64, u64)> {
+        self.0.counters.step_tokens.buckets()
     }
 }

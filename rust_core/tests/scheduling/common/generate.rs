@@ -85,6 +85,12 @@ fn random_params(rng: &mut Rng, has_text: bool, max_num_seqs: usize) -> Sampling
     if !params.use_beam_search && rng.percent(8) {
         params.allowed_token_ids = Some(vec![0, 7, 8, 11, 12]);
     }
+    if rng.percent(12) {
+        // Likely tokens, so that words are often begun: of one token, and of several, which no step may run ahead of.
+        let first = || [2, 3, 4, 5, 6];
+        params.bad_word_ids = first().iter().flat_map(|&a| first().map(|b| vec![a, b])).collect();
+        params.bad_word_ids.extend([vec![9], vec![7, 8, 10]]);
+    }
     if !params.use_beam_search && has_text && rng.percent(25) {
         params.stop = rng.pick(&[vec!["f"], vec!["gh", "c"], vec!["k", "zzz"]]).iter().map(|&s| s.into()).collect();
     }

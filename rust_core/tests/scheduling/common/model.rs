@@ -186,6 +186,11 @@ impl Asked {
         if output.len() < params.min_tokens as usize {
             row.banned = self.stop_ids().iter().fold(0, |mask, (id, _)| mask | 1 << id);
         }
+        for (last, before) in params.bad_word_ids.iter().filter_map(|word| word.split_last()) {
+            if output.ends_with(before) {
+                row.banned |= 1 << last;
+            }
+        }
         row
     }
 
