@@ -246,10 +246,12 @@ class Scheduler:
         cascade_tokens: int = 0,
         vocabulary: Vocabulary | None = None,
         seed: int = 0,
+        processors: Sequence[tuple[str, Any]] = ...,
     ) -> Self:
         """`eos_token_ids`: the tokenizer's own first (its stop reason is None), then others that end a text.
         `graph_sizes`: decode-only plans are padded to the least of them that holds the step. `cascade_tokens`: fewest
-        keys that cascades of a step must save reading; 0: plans have no cascades.
+        keys that cascades of a step must save reading; 0: plans have no cascades. `processors`: what
+        `params.logits_processors` may name.
         """
     def add_request(
         self,

@@ -224,8 +224,8 @@ class AsyncLLM:
         Raises `ParameterError` for whatever can never run and for an id in use, `QueueFullError` if too much waits or
         the engine is drained, and `EngineDeadError`; nothing of the request stays behind then.
         """
-        if params.logits_processors:
-            expected = "None: functions do not travel to the engine's process (LLM and LLMEngine run them)"
+        if any(not isinstance(processor, str) for processor in params.logits_processors or ()):
+            expected = "names of EngineArgs.logits_processors: functions do not travel to the engine's process"
             raise parameter_error("logits_processors", expected, params.logits_processors)
         client = self._client
         client.check_alive()

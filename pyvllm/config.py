@@ -110,6 +110,9 @@ class EngineArgs:
     penalties, masks, temperature and filters; logits: these themselves, in place of log-probabilities. Prompts have
     raw ones only."""
 
+    logits_processors: dict[str, str] | None = None
+    """Functions that requests may name as logits_processors: name -> module:function. Their modules are imported."""
+
     enforce_eager: bool = False
     """Use no CUDA graphs; a CPU never does."""
 
@@ -230,6 +233,10 @@ class EngineArgs:
         for name in ("hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), dict | None):
                 raise ValueError(f"{name} must be None or a dict, got {getattr(self, name)!r}")
+
+        names = self.logits_processors or {}
+        if not isinstance(names, dict) or not all(isinstance(text, str) for pair in names.items() for text in pair):
+            raise ValueError(f"logits_processors must be None or a dict of name to module:function, got {names!r}")
 
     def _check_numbers(self) -> None:
         required: dict[str, tuple[int, int | None]] = {"max_logprobs": (-1, (1 << 31) - 1)}

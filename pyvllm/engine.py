@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -16,7 +16,7 @@ from pyvllm import _core
 from pyvllm.inputs import ParsedPrompt, bad_word_ids, encode_prompts, parse_priority, require_tokenizer, start_token
 from pyvllm.logging import StatsLog
 from pyvllm.logprobs import TokenText
-from pyvllm.sampling_params import SamplingParams
+from pyvllm.sampling_params import LogitsProcessor, SamplingParams
 
 if TYPE_CHECKING:
     from pyvllm.logits_processors import ProcessedRow, Processor
@@ -83,10 +83,11 @@ class Engine:
         new_scheduler: Callable[[], _core.Scheduler],
         tokenizer: Tokenizer | None,
         run_ahead: bool,
+        processors: Mapping[str, LogitsProcessor] | None = None,
         stats_log: StatsLog | None = None,
     ) -> None:
         """`new_scheduler` is called now and after each failure. `run_ahead`: launch a step before the one before it is
-        committed, so that host and device overlap.
+        committed, so that host and device overlap. `processors`: what requests may name.
         """
         self.info = info
         self.tokenizer = tokenizer
@@ -96,6 +97,7 @@ class Engine:
         self._new_scheduler = new_scheduler
         self._scheduler = new_scheduler()
         self._run_ahead = run_ahead
+        self._processors = processors or {}
         self._pending: Launched | None = None
         self._pid = os.getpid()
         self._stats_log = stats_log
@@ -129,8 +131,19 @@ class Engine:
             priority=parse_priority(priority),
             cache_salt=prompt.cache_salt,
             bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words or ()),
-            processor=_processor(params),
+            processor=self._processor(params),
         )
+
+    def _processor(self, params: SamplingParams) -> Processor | None:
+        """A request's functions as one. None if it has none, or names one that the core will refuse."""
+        given = params.logits_processors or ()
+        functions = [self._processors.get(one) if isinstance(one, str) else one for one in given]
+        known = [function for function in functions if function is not None]
+        if not functions or len(known) < len(functions):
+            return None
+        from pyvllm.logits_processors import as_processor  # needs torch, which a front end does without
+
+        return as_processor(known)
 
     def add_message(self, message: bytes) -> int:
         """Queue a request that a front end in another process has checked; its id is its number, which is returned."""
@@ -224,11 +237,3 @@ class Engine:
     def check_invariants(self) -> None:
         """Raise `RuntimeError` if memory accounting is wrong."""
         self._scheduler.check_invariants()
-
-
-def _processor(params: SamplingParams) -> Processor | None:
-    if not params.logits_processors:
-        return None
-    from pyvllm.logits_processors import as_processor  # needs torch, which a front end does without
-
-    return as_processor(params.logits_processors)

@@ -16,8 +16,8 @@ from pyvllm.wire import NUMBER, PROGRESS, RECEIVE_BYTES, FrameReader, Kind, erro
 WATCH_S: Final = 0.5
 """Most seconds between two looks at an engine's signs of life."""
 HEARTBEAT_TIMEOUT_S: Final = 4.0
-"""Without a sign of life for so long an engine is dead: eight of its beats, which come from a thread of their own and so
-also during a step. All that wait are told within 5 s."""
+"""Without a sign of life for so long an engine is dead: eight of its beats, which come from a thread of their own, so
+during a step too. All that wait are told within 5 s."""
 _CLOCK_STEP_S: Final = 0.01
 """Later than this after a moment the clock is certainly past it."""
 

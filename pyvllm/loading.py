@@ -20,8 +20,10 @@ from pyvllm.generation import default_sampling_params, eos_token_ids, read_gener
 from pyvllm.hub import ModelFiles, resolve_model
 from pyvllm.kv_cache import block_bytes
 from pyvllm.logging import StatsLog
+from pyvllm.logits_processors import as_processor, load_processors
 from pyvllm.models import ModelSpec, build_spec
 from pyvllm.placement import Layout, load_runner
+from pyvllm.sampling_params import LogitsProcessor
 from pyvllm.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("pyvllm")
@@ -60,10 +62,12 @@ def build_engine(args: EngineArgs) -> Engine:
         block_size=layout.block_size,
         block_bytes=block_bytes(spec, block_size=layout.block_size, dtype=dtype),
     )
+    processors = load_processors(args.logits_processors or {})
     return Engine(
         info=info,
         runner=runner,
-        new_scheduler=_scheduler_maker(args, spec, layout, eos, tokenizer),
+        new_scheduler=_scheduler_maker(args, spec, layout, eos, tokenizer, processors),
+        processors=processors,
         tokenizer=tokenizer,
         run_ahead=device.type != "cpu" if args.async_scheduling is None else args.async_scheduling,
         stats_log=None if args.disable_log_stats else StatsLog(_log_interval_s()),
@@ -139,6 +143,7 @@ def _scheduler_maker(
     layout: Layout,
     eos: list[int],
     tokenizer: Tokenizer | None,
+    processors: Mapping[str, LogitsProcessor],
 ) -> Callable[[], _core.Scheduler]:
     """What makes a scheduler without requests, each time it is called."""
     vocabulary = None
@@ -169,6 +174,7 @@ def _scheduler_maker(
         preemption_mode=args.preemption_mode,
         max_logprobs=args.max_logprobs,
         vocabulary=vocabulary,
+        processors=[(name, as_processor([function])) for name, function in processors.items()],
         seed=secrets.randbits(63) if args.seed is None else args.seed,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -39,6 +40,20 @@ def as_processor(functions: Sequence[LogitsProcessor]) -> Processor:
         return logits
 
     return process
+
+
+def load_processors(paths: Mapping[str, str]) -> dict[str, LogitsProcessor]:
+    """The functions of `EngineArgs.logits_processors`. Raises ValueError naming what cannot be imported."""
+    found: dict[str, LogitsProcessor] = {}
+    for name, path in paths.items():
+        module, _, attribute = path.partition(":")
+        try:
+            found[name] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as cause:
+            raise ValueError(f"logits_processors[{name!r}] must be module:function, got {path!r}: {cause}") from cause
+        if not callable(found[name]):
+            raise ValueError(f"logits_processors[{name!r}] must be a function, got {found[name]!r}")
+    return found
 
 
 def _num_arguments(function: LogitsProcessor) -> int:

@@ -172,11 +172,11 @@ class SamplingParams:
     guided_decoding: StructuredOutputsParams | None = None
     """vLLM's older name of `structured_outputs`."""
 
-    logits_processors: list[LogitsProcessor] | None = None
+    logits_processors: list[LogitsProcessor | str] | None = None
     """Functions that change the logits [vocabulary] float32 of each token, one after the other, before anything else
     does: `f(token_ids, logits) -> logits` with the ids generated so far, or `f(prompt_token_ids, token_ids, logits)`.
-    They run on the host: the request waits for each token, and its logits leave the device. Only in the program's own
-    process: `LLM` and `LLMEngine`."""
+    They run on the host: the request waits for each token, and its logits leave the device. An engine in a process of
+    its own takes only names of its `EngineArgs.logits_processors`."""
 
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What outputs hold, for `LLM.stream` and `LLMEngine`; `LLM.generate` returns only the end."""
@@ -219,8 +219,9 @@ class SamplingParams:
         functions = self.logits_processors
         if functions is None:
             return
-        if not isinstance(functions, list | tuple) or not all(callable(function) for function in functions):
-            raise parameter_error("logits_processors", "None or a list of functions", functions)
+        valid = isinstance(functions, list | tuple)
+        if not valid or not all(callable(function) or isinstance(function, str) for function in functions):
+            raise parameter_error("logits_processors", "None or a list of functions and names", functions)
 
     def clone(self) -> Self:
         """A copy that shares nothing mutable with this one but the functions of `logits_processors`."""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from pyvllm import AsyncLLM, EngineArgs, ParameterError, SamplingParams
+from pyvllm import LLM, AsyncLLM, EngineArgs, ParameterError, SamplingParams
 from pyvllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from tests.async_requests import GREEDY, OPTIONS, collect, joined, wait_until_idle
 
@@ -16,7 +17,8 @@ PROMPT = "the request"
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), **OPTIONS))
+    names = {"counting": "tests.some_processors:counting", "next": "tests.some_processors:next_one"}
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), logits_processors=names, **OPTIONS))
     yield llm
     llm.shutdown()
 
@@ -71,9 +73,51 @@ def test_words_expressions_and_truncation_travel(llm: AsyncLLM) -> None:
 
 def test_functions_do_not_travel(llm: AsyncLLM) -> None:
     async def run() -> None:
-        with pytest.raises(ParameterError, match="logits_processors must be None: functions do not travel"):
+        with pytest.raises(ParameterError, match=r"names of EngineArgs.logits_processors: functions do not travel"):
             await collect(llm, PROMPT, SamplingParams(logits_processors=[lambda token_ids, logits: logits]))
         with pytest.raises(ParameterError, match="lora_request must be None"):
             await collect(llm, PROMPT, GREEDY, lora_request="adapter")
 
     asyncio.run(run())
+
+
+def test_functions_that_the_engine_knows_have_names(llm: AsyncLLM) -> None:
+    async def run() -> None:
+        for names, expected in (
+            (["counting"], [20, 21, 22, 23]),
+            (["counting", "next"], [21, 22, 23, 24]),
+            (["counting", "next", "next"], [22, 23, 24, 25]),
+        ):
+            params = SamplingParams(temperature=0, max_tokens=4, logits_processors=[*names])
+            assert (await collect(llm, PROMPT, params))[-1].outputs[0].token_ids == expected
+        with pytest.raises(ParameterError, match=r'the engine knows \["counting", "next"\], got "other"'):
+            await collect(llm, PROMPT, SamplingParams(logits_processors=["other"]))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", "got 'no_such_module:f': No module named"),
+        ("tests.some_processors:missing", "has no attribute 'missing'"),
+        ("tests.some_processors", "must be module:function"),
+        ("tests.some_processors:NOTHING", "must be a function, got 7"),
+    ],
+)
+def test_functions_that_cannot_be_found(tiny_llama: Path, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_llama), logits_processors={"f": path}, **OPTIONS)
+
+
+def test_names_and_functions_side_by_side_in_one_process(tiny_llama: Path) -> None:
+    def double(token_ids: list[int], logits: Tensor) -> Tensor:
+        return logits.roll(2)
+
+    with LLM(str(tiny_llama), logits_processors={"counting": "tests.some_processors:counting"}, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, logits_processors=["counting", double])
+        assert llm.generate([[1]], params, use_tqdm=False)[0].outputs[0].token_ids == [22, 23]
+        with pytest.raises(ParameterError, match='got "next"'):
+            llm.generate([[1]], SamplingParams(logits_processors=["next"]), use_tqdm=False)
+    with pytest.raises(ValueError, match="logits_processors must be None or a dict of name to module:function"):
+        EngineArgs(model="m", logits_processors={"f": 1})  # type: ignore[dict-item]

@@ -186,7 +186,7 @@ def test_bad_input_is_one_line_and_status_2(
         (["generate", "M", "--structured-outputs", "{"], "argument --structured-outputs: not JSON"),
         (["generate", "M", "--structured-outputs", '{"form": 1}'], "unexpected keyword argument 'form'"),
         (["generate", "M", "--structured-outputs", '{"regex": 1}'], "structured_outputs must be a StructuredOutputsP"),
-        (["generate", "M", "--logits-processors", "f"], "unrecognized arguments: --logits-processors"),
+        (["generate", "M", "--logits-processors", "f"], "argument --logits-processors: not JSON"),
         (["generate", "M", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["generate", "M", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["generate", "M", "--logprobs", "3"], "unrecognized arguments: --logprobs"),  # only text is printed

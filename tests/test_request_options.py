@@ -260,7 +260,7 @@ def test_infinities_of_processors_are_what_they_seem(llm: LLM) -> None:
 
 @pytest.mark.parametrize("value", ["f", [1], {"f": len}, len])
 def test_what_is_no_list_of_functions(value: Any) -> None:
-    with pytest.raises(ParameterError, match="logits_processors must be None or a list of functions"):
+    with pytest.raises(ParameterError, match="logits_processors must be None or a list of functions and names"):
         SamplingParams(logits_processors=value)
 
 

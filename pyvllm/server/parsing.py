@@ -67,7 +67,9 @@ def _check_depth(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         level = [value]
         for _ in range(MAX_DEPTH):
-            nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+            nested = [
+                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+            ]
             if not nested:
                 break
             level = [child for children in nested for child in children]

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 
 use crate::beam::BeamSearch;
@@ -28,7 +29,7 @@ pub struct RequestOptions {
     pub cache_salt: Option<String>,
     /// Identity of the adapter's weights; 0 is the base model.
     pub adapter_id: u64,
-    /// Changes its logits, where the engine runs; does not travel.
+    /// Changes its logits, in place of what `logits_processors` names; does not travel.
     #[serde(skip)]
     pub processor: Option<Processor>,
 }
@@ -61,16 +62,6 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Have a request's grammar made, if it has one; until then it waits.
-    fn compile_grammar(&mut self, slot: u32) {
-        if let Some(group) = self.groups[slot as usize].as_deref()
-            && let Some(compiler) = &mut self.compiler
-            && let Some(wanted) = &group.request.params.structured_outputs
-        {
-            compiler.submit((slot, group.request.arrival), wanted.clone());
-        }
-    }
-
     fn make_request(
         &mut self,
         request_id: &str,
@@ -96,6 +87,10 @@ impl Scheduler {
         self.seed_state = self.seed_state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let seed = params.seed.filter(|&seed| seed != -1).map_or(self.seed_state, |seed| seed as u64);
         let vocab_size = self.config.vocab_size;
+        let named = |processors: &HashMap<String, Processor>| {
+            params.logits_processors.iter().filter_map(|name| processors.get(name).cloned()).collect()
+        };
+        let processors = options.processor.map_or_else(|| named(&self.processors), |processor| vec![processor]);
         Request {
             request_id: request_id.into(),
             arrival: self.next_arrival,
@@ -116,9 +111,9 @@ impl Scheduler {
                 || params.allowed_token_ids.is_some()
                 || !params.bad_word_ids.is_empty(),
             waits_for_host: params.structured_outputs.is_some()
-                || options.processor.is_some()
+                || !processors.is_empty()
                 || params.bad_word_ids.iter().any(|word| word.len() > 1),
-            processor: options.processor,
+            processors,
             root_hash: self.blocks.root_hash(options.cache_salt.as_deref().unwrap_or(""), options.adapter_id),
             params,
         }

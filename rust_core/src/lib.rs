@@ -10,6 +10,7 @@ pub mod block_map;
 pub mod cascade;
 pub mod commit;
 mod config;
+mod constrain;
 pub mod detokenizer;
 pub mod draft;
 pub mod error;

@@ -24,6 +24,8 @@ pub struct EngineLimits {
     pub num_gpu_blocks: usize,
     /// Ids that end a text; the first is the tokenizer's own.
     pub eos_token_ids: Vec<u32>,
+    /// Names that `logits_processors` may have.
+    pub processors: Vec<String>,
 }
 
 /// The error for a name that is taken.
@@ -42,6 +44,7 @@ impl EngineLimits {
             block_size: config.block_size,
             num_gpu_blocks: config.num_gpu_blocks,
             eos_token_ids: config.eos_token_ids.clone(),
+            processors: Vec::new(),
         }
     }
 
@@ -61,6 +64,13 @@ impl EngineLimits {
     /// have.
     pub fn check(&self, prompt: &[u32], params: &SamplingParams) -> Result<usize> {
         params.validate_for(&self.request)?;
+        if let Some(name) = params.logits_processors.iter().find(|name| !self.processors.contains(name)) {
+            let message = format!(
+                "logits_processors must be functions that the engine knows {:?}, got {name:?}",
+                self.processors
+            );
+            return Err(Error::parameter("logits_processors", message));
+        }
         if prompt.is_empty() {
             return Err(Error::parameter("prompt_token_ids", "prompt_token_ids must hold at least one token"));
         }

@@ -69,6 +69,8 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(i64, f64)>,
     pub allowed_token_ids: Option<Vec<i64>>,
     pub structured_outputs: Option<StructuredOutputs>,
+    /// Names of functions that the engine knows.
+    pub logits_processors: Vec<String>,
     pub output_kind: OutputKind,
     pub use_beam_search: bool,
     pub length_penalty: f64,
@@ -106,6 +108,7 @@ impl Default for SamplingParams {
             logit_bias: Vec::new(),
             allowed_token_ids: None,
             structured_outputs: None,
+            logits_processors: Vec::new(),
             output_kind: OutputKind::Cumulative,
             use_beam_search: false,
             length_penalty: 1.0,

@@ -91,7 +91,7 @@ pub(crate) fn write_row(group: &mut Group, index: usize, row: i32, params: &mut 
     extras.flags |= request.flags;
     extras.num_candidates = extras.num_candidates.max(params[RowParam::NumCandidates as usize]);
     extras.max_logprobs = extras.max_logprobs.max(params[RowParam::NumLogprobs as usize]);
-    if let Some(processor) = &request.processor {
+    for processor in &request.processors {
         extras.processed.push(ProcessedRow {
             row: row as usize,
             processor: processor.clone(),

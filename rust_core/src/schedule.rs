@@ -5,13 +5,9 @@
 //! run out, the youngest running group that is not yet part of the step is preempted. A step that preempts brings
 //! nobody back, so no block is both source and destination of the step's moves.
 
-use std::sync::Arc;
-
 use crate::block_manager::{BlockId, BlockManager};
 use crate::draft::{Draft, Entry};
-use crate::error::Error;
 use crate::fault::Fault;
-use crate::guided::StructuredOutputs;
 use crate::plan::{Header, StepPlan};
 use crate::scheduler::{Config, Key, PreemptionMode, Scheduler};
 use crate::sequence::{Group, Sequence, State};
@@ -313,34 +309,6 @@ impl Scheduler {
     fn first_waiting(&self) -> Option<Key> {
         let ready = |key: &&Key| self.groups[key.slot as usize].as_ref().is_some_and(|group| !group.compiling);
         self.waiting.iter().find(ready).copied()
-    }
-
-    /// Hand out grammars that are ready; requests whose grammar cannot be had fail.
-    fn take_grammars(&mut self) {
-        let Some(compiler) = &mut self.compiler else { return };
-        for ((slot, arrival), compiled) in compiler.take() {
-            let group = self.groups[slot as usize].as_deref_mut();
-            let Some(group) = group.filter(|group| group.request.arrival == arrival) else { continue };
-            match compiled {
-                Ok(grammar) => {
-                    group.compiling = false;
-                    group.sequences[0].history.grammar = Some(Box::new(grammar));
-                }
-                Err(why) => {
-                    let request_id = Arc::clone(&group.request.request_id);
-                    self.fail_grammar(&request_id, &why);
-                }
-            }
-        }
-    }
-
-    /// End a request whose grammar cannot be compiled, or followed any further.
-    pub(crate) fn fail_grammar(&mut self, request_id: &str, why: &str) {
-        let group = self.by_id.get(request_id).and_then(|&slot| self.groups[slot as usize].as_ref());
-        let wanted = group.and_then(|group| group.request.params.structured_outputs.as_ref());
-        let field = wanted.map_or("", StructuredOutputs::field);
-        let message = format!("structured_outputs.{field} cannot be used: {why}");
-        self.fail(request_id, Error::parameter("structured_outputs", message));
     }
 
     /// Admit waiting groups, in order, while there is room.

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::grammar::Compiler;
 use crate::limits::EngineLimits;
 use crate::output::Output;
+use crate::processor::Processor;
 use crate::sequence::{Group, Request, State};
 use crate::stats::{Counters, Queued, Stats};
 
@@ -36,6 +37,8 @@ pub struct Scheduler {
     pub(crate) limits: EngineLimits,
     pub(crate) blocks: BlockManager,
     pub(crate) vocabulary: Option<Arc<Vocabulary>>,
+    /// What `logits_processors` may name.
+    pub(crate) processors: HashMap<String, Processor>,
     /// None without a vocabulary.
     pub(crate) compiler: Option<Compiler>,
     pub(crate) groups: Vec<Option<Box<Group>>>,
@@ -77,6 +80,7 @@ impl Scheduler {
                 config.enable_prefix_caching,
             ),
             limits: EngineLimits::new(&config, vocabulary.is_some()),
+            processors: HashMap::new(),
             compiler: vocabulary.clone().map(|vocabulary| {
                 let eos = config.eos_token_ids.iter().copied().filter(|&id| (id as usize) < config.vocab_size);
                 Compiler::new(vocabulary, config.vocab_size, eos.collect())
@@ -101,6 +105,12 @@ impl Scheduler {
             start: Instant::now(),
             config,
         })
+    }
+
+    /// Let requests name this processor.
+    pub fn register(&mut self, name: String, processor: Processor) {
+        self.limits.processors.push(name.clone());
+        self.processors.insert(name, processor);
     }
 
     /// Seconds since the scheduler was made.

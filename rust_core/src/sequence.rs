@@ -53,8 +53,8 @@ pub struct Request {
     /// Whether its rows depend on the tokens before them in a way that only the host can tell: a sequence then waits
     /// for its token in flight.
     pub waits_for_host: bool,
-    /// See `RequestOptions::processor`.
-    pub processor: Option<Processor>,
+    /// See `RequestOptions::processor`; those that were asked for by name.
+    pub processors: Vec<Processor>,
     /// Start of the hash chain.
     pub root_hash: BlockHash,
 }

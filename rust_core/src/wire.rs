@@ -11,7 +11,7 @@ use crate::request::SamplingParams;
 use crate::stats::Stats;
 
 /// First byte of each message. To be raised with every change of what follows.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 /// A request on its way to the engine, checked already.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -10,36 +10,13 @@ import torch
 from pyvllm.kernels import select
 from pyvllm.kv_cache import KVCache
 from pyvllm.models import Decoder, build_spec
-from tests.models.test_families_in_llm import MODELS
+from tests.models.test_families_in_llm import FORMS, MODELS
 from tests.plans import Entry, plan_buffer, view
 from tests.tiny_models import CPU, hf_logits, random_ids, random_model, saved_state
 
-NAMES = (
-    "gpt2",
-    "bigcode-mqa",
-    "gptj",
-    "neox",
-    "opt",
-    "opt-350m",
-    "bloom",
-    "falcon-7b",
-    "mpt",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "phi",
-    "phi3",
-    "olmo2",
-    "stablelm-12b",
-    "granite",
-    "glm4",
-    "mixtral",
-    "qwen2-moe",
-)
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMS)
 def test_errs_no_more_than_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_type, fields = MODELS[name]
     model = random_model(model_type, std=0.12, **fields)

@@ -12,6 +12,7 @@ import torch
 
 from pyvllm import LLM, SamplingParams
 from tests.models.test_mapped_families import Checkpoint, baichuan_7b, chatglm, internlm2, qwen1
+from tests.test_equals_transformers import assert_beams_equal
 from tests.test_own_tokenizers import byte_pairs, train, write_tiktoken
 
 CODE = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n"
@@ -64,6 +65,7 @@ def test_chat(make: Callable[[Path], Checkpoint], tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         output = llm.chat(messages, params, use_tqdm=False)[0]
         tokenizer = llm.get_tokenizer()
+        assert_beams_equal(model, llm, [output.prompt_token_ids], 6, 3)
     prompt = tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
     assert output.prompt_token_ids == prompt
     token_ids = output.outputs[0].token_ids

@@ -48,7 +48,10 @@ def assert_error(response: httpx.Response, status: int, param: str | None) -> st
         *[("prompt_logprobs", value) for value in (21, -2, "x")],
         *[("allowed_token_ids", value) for value in ([], [320], [-1], "x")],
         *[("prompt", value) for value in ([1.5], [1e20], [True], [[]], ["a", 1], [1, "a"], {}, 5, [2**31], [None])],
-        *[("logit_bias", value) for value in ({"320": 5}, {"-1": 5}, {"\u0661": 5}, {" 1": 5}, {"abc": 1}, {"3": 101}, {"3": "x"}, [1], "x")],
+        *[
+            ("logit_bias", value)
+            for value in ({"320": 5}, {"-1": 5}, {"\u0661": 5}, {" 1": 5}, {"abc": 1}, {"3": 101}, {"3": "x"}, [1], "x")
+        ],
         *[("ignore_eos", value) for value in ("x", 1, [1])],
         *[("early_stopping", value) for value in ("x", 5)],
         *[("stream", value) for value in ("x", 1)],

@@ -170,7 +170,7 @@ impl Scheduler {
         *, num_gpu_blocks, block_size, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size,
         num_cpu_blocks = 0, eos_token_ids = vec![], enable_prefix_caching = true, enable_chunked_prefill = true,
         policy = "fcfs", preemption_mode = "auto", max_logprobs = 20, graph_sizes = vec![],
-        cascade_tokens = 0, vocabulary = None, seed = 0,
+        cascade_tokens = 0, vocabulary = None, seed = 0, processors = vec![],
     ))]
     #[allow(clippy::too_many_arguments)] // Python's keyword arguments
     fn new(
@@ -192,6 +192,7 @@ impl Scheduler {
         cascade_tokens: usize,
         vocabulary: Option<&Vocabulary>,
         seed: i64,
+        processors: Vec<(String, Py<PyAny>)>,
     ) -> PyResult<Self> {
         let config = scheduler::Config {
             num_gpu_blocks,
@@ -223,7 +224,11 @@ impl Scheduler {
             seed: seed as u64,
         };
         let vocabulary = vocabulary.map(|vocabulary| Arc::clone(&vocabulary.0));
-        scheduler::Scheduler::new(config, vocabulary).map(Self).map_err(|error| to_py(py, error, None))
+        let mut scheduler = scheduler::Scheduler::new(config, vocabulary).map_err(|error| to_py(py, error, None))?;
+        for (name, processor) in processors {
+            scheduler.register(name, Processor(Arc::new(processor)));
+        }
+        Ok(Self(scheduler))
     }
 
     #[pyo3(signature = (

@@ -108,6 +108,13 @@ impl<'py> Fields<'_, 'py> {
         }))
     }
 
+    /// The names among functions and names.
+    fn processor_names(&self) -> PyResult<Vec<String>> {
+        let Some(value) = self.get("logits_processors")? else { return Ok(Vec::new()) };
+        let names = value.try_iter()?.map(|item| Ok(item?.extract::<String>().ok()));
+        names.filter_map(PyResult::transpose).collect()
+    }
+
     fn output_kind(&self) -> PyResult<OutputKind> {
         let Some(value) = self.get("output_kind")? else { return Ok(OutputKind::default()) };
         match value.extract::<i64>() {
@@ -164,6 +171,7 @@ pub(super) fn extract(params: &Bound<'_, PyAny>) -> PyResult<SamplingParams> {
         logit_bias: fields.logit_bias()?,
         allowed_token_ids: fields.ids("allowed_token_ids")?,
         structured_outputs: fields.structured_outputs()?,
+        logits_processors: fields.processor_names()?,
         output_kind: fields.output_kind()?,
         use_beam_search: fields.bool("use_beam_search")?.unwrap_or_default(),
         length_penalty: fields.float("length_penalty")?.unwrap_or(default.length_penalty),
