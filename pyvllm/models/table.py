@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pyvllm.models.registry import FAMILIES
 
-
 FEATURES = {
     "CPU, GPU": "yes",
     "prefix cache, chunked prefill, beams, `n` > 1": "yes",
