@@ -74,7 +74,7 @@ def test_r001_killed(start: Start) -> None:
 
 def test_r002_stopped(start: Start) -> None:
     async def scenario() -> None:
-        llm = start(heartbeat_timeout_s=1.5)
+        llm = start()
         tasks = await open_streams(llm, 8)
         os.kill(llm.pid, signal.SIGSTOP)
         await all_fail(llm, tasks, 5, "gave no sign of life for")

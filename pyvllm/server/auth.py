@@ -19,7 +19,7 @@ class ApiKeys:
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], open_paths: Collection[str]) -> None:
         """`open_paths`: what needs no key, spelled exactly."""
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = [key.encode(errors="surrogateescape") for key in keys]
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -50,7 +50,7 @@ def _default_keep_alive() -> float:
 
 
 def _default_keys() -> list[str]:
-    key = env("API_KEY")
+    key = (env("API_KEY") or "").strip()  # read from a file, it may end with a line break
     return [key] if key else []
 
 
@@ -204,6 +204,8 @@ class ServerArgs:
             if not isinstance(value, list) or not all(isinstance(entry, str) and entry for entry in value):
                 shown = "what was given" if name == "api_key" else repr(value)
                 raise ValueError(f"{name} must be a list of strings that are not empty, got {shown}")
+            if name == "api_key" and any(entry.split() != [entry] for entry in value):
+                raise ValueError("api_key must be a list of strings without spaces, which no header could bring")
         elif hint is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

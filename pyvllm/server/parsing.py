@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -62,17 +62,18 @@ async def read_json(request: Request, limit: int, *, any_type: bool = False) -> 
     return found
 
 
+def _children(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def _check_depth(found: Mapping[str, Any]) -> None:
     """Raise `ApiError` naming the first field that is nested too deeply."""
     for name, value in found.items():
         level = [value]
         for _ in range(MAX_DEPTH):
-            nested = [
-                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
-            ]
-            if not nested:
+            level = [child for item in level for child in _children(item)]
+            if not level:
                 break
-            level = [child for children in nested for child in children]
         else:
             raise bad_request(_clean(name), f"{_clean(name)} must be nested at most {MAX_DEPTH} deep")
 

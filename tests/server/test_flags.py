@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def test_environment_is_used_without_flags(monkeypatch: pytest.MonkeyPatch) -> N
     assert _parse("m")[1].api_key == ["new"]
     assert _parse("m", "--api-key", "given")[1].api_key == ["given"]
     assert "new" not in repr(_parse("m")[1])
+    monkeypatch.setenv("PYVLLM_API_KEY", "from-a-file\n")
+    assert _parse("m")[1].api_key == ["from-a-file"]
     monkeypatch.setenv("PYVLLM_PORT", "x")
     with pytest.raises(ValueError, match="PYVLLM_PORT must be an integer, got 'x'"):
         _parse("m")
@@ -59,7 +62,7 @@ def test_environment_is_used_without_flags(monkeypatch: pytest.MonkeyPatch) -> N
     ("field", "value"),
     [
         *[("port", value) for value in (-1, 65536, "x", True)],
-        ("api_key", [""]),
+        *[("api_key", value) for value in ([""], ["a b"], ["a\n"], [" "])],
         ("served_model_name", "a"),
         ("allow_credentials", 1),
         ("shutdown_timeout", -1),
@@ -91,6 +94,33 @@ def test_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     assert (args.port, args.served_model_name, engine_args.enable_prefix_caching) == (81, ["a", "b"], False)
     engine_args, args = _parse("m", "--config", str(file), "--port", "82", "--served-model-name", "c")
     assert (engine_args.model, args.port, args.served_model_name) == ("m", 82, ["c"])
+
+
+def test_file_may_have_every_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    command.add_flags(parser)
+    names = {item.name for cls in (EngineArgs, ServerArgs) for item in fields(cls)} - {"model"}
+    actions = {action.dest: action for action in parser._actions if action.dest in names}
+    assert len(actions) > 60
+    file = tmp_path / "c.yaml"
+
+    def parse(*argv: str) -> tuple[EngineArgs, ServerArgs]:
+        return command.parsed_args(parser, parser.parse_args(argv))
+
+    for name, action in actions.items():
+        flag = "--" + name.replace("_", "-")
+        others = ["m", "--ssl-certfile", "c"] if name == "ssl_keyfile" else ["m"]
+        for value in (True, 1, 1024, *(action.choices or ()), "auto", {"x": "a:b"}, "x", ["x", "y"]):
+            words = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else str(value)]
+            try:
+                by_flag = parse(*others, flag, *([] if value is True else words))
+            except (SystemExit, ValueError):
+                continue
+            file.write_text(json.dumps({flag.removeprefix("--"): value}))  # which is YAML too
+            assert parse(*others, "--config", str(file)) == by_flag, name
+            break
+        else:
+            pytest.fail(f"no value of {name} was taken: {capsys.readouterr().err}")
 
 
 @pytest.mark.parametrize(

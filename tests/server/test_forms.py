@@ -40,9 +40,8 @@ def _format(schema: Any) -> dict[str, Any]:
 def test_text_has_the_form(server: Served, form: dict[str, Any], pattern: str, stream: bool) -> None:
     body = COMPLETION | {"structured_outputs": form}
     if stream:
-        text = "".join(
-            choice["text"] for chunk in streamed(server, "/v1/completions", body) for choice in chunk["choices"]
-        )
+        chunks = streamed(server, "/v1/completions", body)
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     else:
         text = server.post("/v1/completions", body).json()["choices"][0]["text"]
     assert re.fullmatch(pattern, text), text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,18 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     scope = {"type": "http", "path": "/x", "method": "GET", "headers": [(b"authorization", b"Bearer key-one-5123")]}
     assert layer._may_pass(scope)
     assert compared == [key.encode() for key in KEYS], "all keys are compared, also after one that fits"
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "ключ", "a\udcff"], ids=["latin", "cyrillic", "no-text"])
+def test_keys_are_bytes_of_any_kind(key: str) -> None:
+    layer = ApiKeys(lambda *_: None, keys=[key], open_paths=())  # type: ignore[arg-type]
+
+    def may_pass(value: bytes) -> bool:
+        return layer._may_pass({"type": "http", "path": "/x", "method": "GET", "headers": [(b"authorization", value)]})
+
+    assert may_pass(b"Bearer " + os.fsencode(key))
+    assert not may_pass(b"Bearer " + os.fsencode(key)[:-1])
+    assert not may_pass(b"Bearer \xff\xfe")
 
 
 def test_keys_are_in_no_log_and_no_error(keyed: Served) -> None:

@@ -214,7 +214,7 @@ def test_a_low_limit_of_open_files_is_raised() -> None:
         raise_file_limit()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         assert hard == before[1]
-        assert soft == MAX_FILES or soft == hard
+        assert soft in (MAX_FILES, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
