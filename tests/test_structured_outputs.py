@@ -284,6 +284,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     },
     "huge repetition": {"json": {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$", "minLength": 1000}},
     "many properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}}},
+    "deep parentheses": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
     "no such type": {"json": {"type": "foo"}},
     "bad whitespace": {"json_object": True, "whitespace_pattern": "("},
 }

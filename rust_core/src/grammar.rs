@@ -18,6 +18,9 @@ use crate::guided::StructuredOutputs;
 const MAX_COMPILE: Duration = Duration::from_secs(10);
 /// Threads that compile at once; those given up do not count.
 const MAX_THREADS: usize = 2;
+/// The compiler calls itself for each part of a grammar: `MAX_BYTES` of `guided.rs` hold some 30,000 parts, which take
+/// some 40 MB. Memory is used up only as it is touched.
+const STACK_BYTES: usize = 256 << 20;
 /// Compiled grammars that are kept for requests to come.
 const MAX_KEPT: usize = 8;
 /// What stands for an end of sequence that no vocabulary has.
@@ -207,11 +210,16 @@ impl Compiler {
             job.begun = Some(Instant::now());
             let (shared, sender) = (Arc::clone(&self.shared), self.sender.clone());
             let (owner, wanted) = (job.owner, job.wanted.clone());
-            std::thread::spawn(move || {
+            let failed = self.sender.clone();
+            let compile = move || {
                 let compiled = shared.compile(&wanted);
                 // Nobody listens once the scheduler is gone.
                 drop(sender.send((owner, compiled)));
-            });
+            };
+            let spawned = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(compile);
+            if let Err(error) = spawned {
+                drop(failed.send((owner, Err(format!("no thread can compile it: {error}")))));
+            }
         }
     }
 }

@@ -70,19 +70,36 @@ class Served:
 
 @contextmanager
 def serve(model: Path, folder: Path, *flags: str, module: str = "pyvllm", **variables: str) -> Iterator[Served]:
-    """Start a server and wait until it answers; it is killed in the end, if it has not ended by then."""
+    """Start a server and wait until it answers; it is killed in the end, if it has not ended by then.
+
+    A server that is killed must leave no engine behind.
+    """
     log = folder / f"server-{time.monotonic_ns()}.log"
     command = ["serve"] if module == "pyvllm" else []
     argv = [sys.executable, "-m", module, *command, "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     with log.open("wb") as file:
         process = subprocess.Popen([*argv, *ENGINE_FLAGS, *flags], stderr=file, stdout=file, env=env)
+    engines: list[int] = []
     try:
-        yield Served(process=process, url=_wait_for_url(process, log), log=log)
+        served = Served(process=process, url=_wait_for_url(process, log), log=log)
+        yield served
+        if process.poll() is None:
+            engines = served.engine_pids()
+            assert engines
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait()
+    wait_until(lambda: not any(lives(pid) for pid in engines), 10)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -21,7 +21,7 @@ import pytest
 from pyvllm.cli import main
 from pyvllm.server.config import ServerArgs
 from pyvllm.server.life_cycle import MAX_FILES, allow_reuse, listening, raise_file_limit
-from tests.server.conftest import ENGINE_FLAGS, Served, is_idle, serve, wait_until
+from tests.server.conftest import ENGINE_FLAGS, Served, is_idle, lives, serve, wait_until
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480, "ignore_eos": True, "stream": True}
 
@@ -105,22 +105,7 @@ def test_engine_that_hangs_is_as_good_as_dead(tiny_llama: Path, tmp_path: Path) 
         assert '"error":' in stream.result()
         assert time.monotonic() - start < 5
         assert served.process.wait(30) == 1
-        assert not _lives(engine)
-
-
-def test_killed_server_leaves_no_engine(tiny_llama: Path, tmp_path: Path) -> None:
-    with serve(tiny_llama, tmp_path) as served:
-        (engine,) = served.engine_pids()
-        served.process.kill()
-        wait_until(lambda: not _lives(engine), 10)
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        assert not lives(engine)
 
 
 def test_port_in_use_is_said_before_a_model_is_loaded(tiny_llama: Path) -> None:
