@@ -52,10 +52,12 @@ def is_gone(pid: int, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return True
-        if state == "Z":
+        state, num_threads = fields[0], int(fields[17])
+        # The thread that a process began with can be a zombie before the others have ended, and the process with them.
+        if state == "Z" and num_threads <= 1:
             return True
         if time.monotonic() >= deadline:
             return False

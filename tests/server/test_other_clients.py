@@ -25,8 +25,14 @@ def test_langchain(server: Served) -> None:
     assert chat.invoke(MESSAGES).content == expected
     assert "".join(chunk.content for chunk in chat.stream(MESSAGES)) == expected
     assert chat.bind(stop=[expected[-1]]).invoke(MESSAGES).content == _answer(server, stop=[expected[-1]])
-    schema = {"title": "A", "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    schema["additionalProperties"] = False
+    properties = {"a": {"type": "boolean"}}
+    schema = {
+        "title": "A",
+        "type": "object",
+        "properties": properties,
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     form = langchain.ChatOpenAI(**options | {"max_tokens": 200}).with_structured_output(schema, method="json_schema")
     assert set(form.invoke(MESSAGES)) == {"a"}
     text = langchain.OpenAI(**options).invoke("Hello")
