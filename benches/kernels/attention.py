@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,6 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from benches.kernels.timing import PEAK_TB_PER_S, Row, time_chain
 from pyvllm.kernels import Attention
 from pyvllm.kernels.triton.attention import paged_attention, plan_attention
 from pyvllm.kernels.triton.attention_config import AttentionConfig, CascadeConfig, DecodeConfig, PrefillConfig
@@ -27,8 +27,6 @@ from pyvllm.step import HEADER_LEN, StepView
 from tests.attention_cases import Cascade, cascade_buffer
 from tests.plans import Entry, plan_buffer
 
-PEAK_TB_PER_S: Final = 4.3
-"""Of one H200, measured by a copy."""
 PEAK_TFLOP_PER_S: Final = 790
 """Of one H200, measured by a large product in bfloat16."""
 # Several times the 60 MB of a level 2 cache.
@@ -36,11 +34,9 @@ _BYTES: Final = 400 * 2**20
 _MAX_LAYERS: Final = 64
 _BLOCK_SIZE: Final = 64
 _HEAD_DIM: Final = 128
-_SECONDS: Final = 0.02
 
 Lens = list[tuple[int, int]]
 """Of each sequence (tokens that have KV, query tokens)."""
-Row = dict[str, str | int | float]
 
 
 def _decodes() -> dict[str, Lens]:
@@ -131,11 +127,11 @@ class Bench:
     def time(self, config: AttentionConfig | None) -> float:
         """µs of a layer."""
         plan = plan_attention(self.step, self.attention, self.pool[0], config)
-        return time_graph([partial(paged_attention, self.query, layer, plan) for layer in self.pool])
+        return time_chain([partial(paged_attention, self.query, layer, plan) for layer in self.pool])
 
     def plan_time(self, config: AttentionConfig | None) -> float:
         """µs of preparing a step."""
-        return time_graph([partial(plan_attention, self.step, self.attention, self.pool[0], config)] * 20)
+        return time_chain([partial(plan_attention, self.step, self.attention, self.pool[0], config)] * 20)
 
     def row(self, config: AttentionConfig | None) -> Row:
         """Everything about it."""
@@ -151,33 +147,6 @@ class Bench:
             "unit": unit,
             "plan_us": round(self.plan_time(config), 2),
         }
-
-
-def time_graph(layers: Sequence[Callable[[], object]]) -> float:
-    """µs of each of `layers`, captured one after another in a graph: the median of some replays."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layers[0]()  # compiles
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            layer()
-    once = _time_replays(graph, 3)
-    count = max(1, math.ceil(_SECONDS * 1e6 / once))
-    return statistics.median(_time_replays(graph, count) for _ in range(5)) / len(layers)
-
-
-def _time_replays(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """µs of one replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / count
 
 
 def _step(lens: Lens, num_blocks: int) -> StepView:

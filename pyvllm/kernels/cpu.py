@@ -81,6 +81,7 @@ class CpuKernels(Kernels[CpuPlan]):
 
     name = "cpu"
     has_sinks = True
+    waits_are_free = True
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearFunction:
         """See `Kernels.pack_linear`."""

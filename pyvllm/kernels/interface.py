@@ -67,6 +67,9 @@ class Kernels(ABC, Generic[PlanT]):
     cascades: bool = False
     """Whether a plan's cascades make attention faster; without it they change nothing."""
 
+    waits_are_free: bool = False
+    """Whether the host may look at values, and shapes depend on them, at no cost: nothing runs beside the host."""
+
     def graph_kind(self, step: StepView) -> Hashable:
         """What decides, beside a step's padded size, which work its layers launch: a graph serves one kind."""
         return None

@@ -113,12 +113,12 @@ class Experts:
         return slots
 
     def pack(self, kernels: AnyKernels) -> None:
-        """See `Linear.pack`. A CPU, which can afford shapes that depend on the routing, has each expert by itself."""
+        """See `Linear.pack`. Where shapes may depend on the routing, each expert is packed by itself."""
         self._router.pack(kernels)
         for part in (self._shared, self._shared_gate):
             if part is not None:
                 part.pack(kernels)
-        if self._weights is None or self._weights.down.device.type != "cpu":
+        if self._weights is None or not kernels.waits_are_free:
             return
         self._packed = [_one_expert(self._weights, expert) for expert in range(self._spec.num_experts)]
         for gate_up, down in self._packed:

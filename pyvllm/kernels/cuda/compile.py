@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -190,7 +190,7 @@ class Kernel:
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
 
-def load(variant: Variant, device_index: int) -> Launchable:
+def load(variant: Variant, device_index: int) -> Kernel:
     """The kernel. Must have been called before a graph that launches it is captured.
 
     Inside `compile_ahead` it is only noted, and launching it does nothing.
@@ -207,8 +207,9 @@ def _loaded(variant: Variant, device_index: int) -> Kernel:
     return Kernel(variant, device_index)
 
 
-class Launchable(Protocol):
-    """What `load` gives."""
+class _NotLaunched(Kernel):
+    def __init__(self) -> None:
+        """Neither compiled nor loaded."""
 
     def launch(
         self,
@@ -219,20 +220,7 @@ class Launchable(Protocol):
         shared_bytes: int = 0,
         overlap: bool = True,
     ) -> None:
-        """See `Kernel.launch`."""
-
-
-class _NotLaunched:
-    def launch(
-        self,
-        args: Sequence[Argument],
-        *,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int = 0,
-        overlap: bool = True,
-    ) -> None:
-        pass
+        """Does nothing."""
 
 
 _noted: ContextVar[Callable[[Variant], object] | None] = ContextVar("_noted", default=None)
