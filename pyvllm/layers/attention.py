@@ -25,6 +25,21 @@ class QueryKeyNorm:
     """head: each head is normed, all with the same weights; each_head: each with its own; width: all heads as one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerStep:
+    """What a layer gets of a step beside hidden states. T: tokens of the step, R: those whose results are wanted."""
+
+    angles: object
+    """What `kernels.angles` gave for the layer's rotation."""
+    kv_layer: Tensor
+    """The layer's KV memory `[N, 2, K, B, D]`."""
+    plan: object
+    """What `kernels.plan` gave for the layer's attention."""
+    kernels: AnyKernels
+    rows: Tensor | None = None
+    """[R] tokens whose results are wanted; of the others only keys and values are stored. None: all."""
+
+
 class SelfAttention:
     """Projections around the paged attention of one layer. T: tokens of a step."""
 
@@ -74,55 +89,28 @@ class SelfAttention:
         self._qkv.pack(kernels)
         self._o.pack(kernels)
 
-    def __call__(
-        self,
-        x: Tensor | Normed,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """`x` [T, size] -> [T, size]. `angles`: what `kernels.angles` gave; `plan`: what `kernels.plan` gave.
+    def __call__(self, x: Tensor | Normed, step: LayerStep) -> Tensor:
+        """`x` [T, size] -> [T, size], or [R, size]."""
+        return self._o(self._attend(x, step))
 
-        `rows` [R]: tokens whose results are wanted, [R, size]; of the others only keys and values are.
-        """
-        return self._o(self._attend(x, angles, kv_layer, plan, kernels, rows))
+    def add_to(self, hidden: Tensor, x: Tensor | Normed, step: LayerStep) -> Tensor | None:
+        """See `Linear.add_to`; `hidden` [T, size], or [R, size]."""
+        return self._o.add_to(hidden, self._attend(x, step), step.kernels)
 
-    def add_to(
-        self,
-        hidden: Tensor,
-        x: Tensor | Normed,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> Tensor | None:
-        """See `Linear.add_to`; `hidden` [R, size]."""
-        return self._o.add_to(hidden, self._attend(x, angles, kv_layer, plan, kernels, rows), kernels)
-
-    def _attend(
-        self,
-        x: Tensor | Normed,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, x: Tensor | Normed, step: LayerStep) -> Tensor:
+        kernels, kv_layer, plan, rows = step.kernels, step.kv_layer, step.plan, step.rows
         qkv = self._qkv.of(x, kernels)
         if self._clip is not None:
             qkv.clamp_(-self._clip, self._clip)
         if self._before is not None:
             self._before.norm_(qkv, kernels)
         if rows is not None and not len(rows):
-            kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
+            kernels.rotate_and_store(qkv, self._heads, step.angles, kv_layer, plan)
             return qkv.new_empty(0, self._heads.num_heads * self._heads.head_dim)
         if self._sinks is None:
-            context = kernels.attend(qkv, self._heads, angles, kv_layer, plan)
+            context = kernels.attend(qkv, self._heads, step.angles, kv_layer, plan)
         else:
-            query = kernels.rotate_and_store(qkv, self._heads, angles, kv_layer, plan)
+            query = kernels.rotate_and_store(qkv, self._heads, step.angles, kv_layer, plan)
             context = kernels.paged_attention_with_sinks(query, kv_layer, plan, self._sinks)
         return context if rows is None else context.index_select(0, rows)
 

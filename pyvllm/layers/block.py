@@ -12,7 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, Norm
-from pyvllm.layers.attention import SelfAttention
+from pyvllm.layers.attention import LayerStep, SelfAttention
 from pyvllm.layers.linear import Normed
 from pyvllm.layers.mlp import GatedMLP, PlainMLP
 from pyvllm.layers.moe import Experts
@@ -56,44 +56,24 @@ class Block:
         self._attention.pack(kernels)
         self._mlp.pack(kernels)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`hidden` [T, d], which may be overwritten, and `delta`, still to be added to it -> the same two.
-
-        `rows` [R]: tokens whose results are wanted, [R, d]; None: all.
-        """
-        x = _normed(hidden, delta, self._norm1, kernels)
-        hidden = _select(hidden, rows)
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
+        """`hidden` [T, d], which may be overwritten, and `delta`, still to be added to it -> the same two, [R, d]."""
+        x = _normed(hidden, delta, self._norm1, step.kernels)
+        hidden = _select(hidden, step.rows)
         if self._adds_as_it_is(self._attention_out):
-            delta = self._attention.add_to(hidden, x, angles, kv_layer, plan, kernels, rows)
+            delta = self._attention.add_to(hidden, x, step)
         else:
-            delta = self._attend(x, angles, kv_layer, plan, kernels, rows)
-        x = _normed(hidden, delta, self._norm2, kernels)
+            delta = self._attend(x, step)
+        x = _normed(hidden, delta, self._norm2, step.kernels)
         if self._adds_as_it_is(self._mlp_out):
-            return hidden, self._mlp.add_to(hidden, x, kernels)
-        return hidden, self._feed(x, kernels)
+            return hidden, self._mlp.add_to(hidden, x, step.kernels)
+        return hidden, self._feed(x, step.kernels)
 
     def _adds_as_it_is(self, norm: Norm | None) -> bool:
         return norm is None and self._scale == 1.0
 
-    def _attend(
-        self,
-        x: Tensor | Normed,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None,
-    ) -> Tensor:
-        return self._leave(self._attention(x, angles, kv_layer, plan, kernels, rows), self._attention_out, kernels)
+    def _attend(self, x: Tensor | Normed, step: LayerStep) -> Tensor:
+        return self._leave(self._attention(x, step), self._attention_out, step.kernels)
 
     def _feed(self, x: Tensor | Normed, kernels: AnyKernels) -> Tensor:
         return self._leave(self._mlp(x, kernels), self._mlp_out, kernels)
@@ -107,63 +87,36 @@ class Block:
 class ParallelBlock(Block):
     """x becomes x + attention(norm1(x)) + mlp(norm2(x)); without a norm2, both read norm1(x)."""
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `Block`."""
-        normed = _add_norm(hidden, delta, self._norm1, kernels)
-        delta = self._attend(normed, angles, kv_layer, plan, kernels, rows)
-        hidden = _select(hidden, rows)
-        second = _select(normed, rows) if self._norm2 is None else kernels.norm(hidden, self._norm2)
-        return hidden, delta.add_(self._feed(second, kernels))
+        normed = _add_norm(hidden, delta, self._norm1, step.kernels)
+        delta = self._attend(normed, step)
+        hidden = _select(hidden, step.rows)
+        second = _select(normed, step.rows) if self._norm2 is None else step.kernels.norm(hidden, self._norm2)
+        return hidden, delta.add_(self._feed(second, step.kernels))
 
 
 class PostNormBlock(Block):
     """x becomes norm1(x + attention(x)), then norm2(x + mlp(x))."""
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `Block`."""
         if delta is not None:
             hidden = hidden.add_(delta)
-        delta = self._attend(hidden, angles, kv_layer, plan, kernels, rows)
-        hidden = _add_norm(_select(hidden, rows), delta, self._norm1, kernels)
-        return _add_norm(hidden, self._feed(hidden, kernels), self._norm2, kernels), None
+        delta = self._attend(hidden, step)
+        hidden = _add_norm(_select(hidden, step.rows), delta, self._norm1, step.kernels)
+        return _add_norm(hidden, self._feed(hidden, step.kernels), self._norm2, step.kernels), None
 
 
 class NormedResidualBlock(Block):
     """x becomes n + attention(n) of n = norm1(x), then n + mlp(n) of n = norm2(x)."""
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        angles: object,
-        kv_layer: Tensor,
-        plan: object,
-        kernels: AnyKernels,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `Block`."""
-        normed = _add_norm(hidden, delta, self._norm1, kernels)
-        delta = self._attend(normed, angles, kv_layer, plan, kernels, rows)
-        normed = _add_norm(_select(normed, rows), delta, self._norm2, kernels)
-        return normed, self._feed(normed, kernels)
+        normed = _add_norm(hidden, delta, self._norm1, step.kernels)
+        delta = self._attend(normed, step)
+        normed = _add_norm(_select(normed, step.rows), delta, self._norm2, step.kernels)
+        return normed, self._feed(normed, step.kernels)
 
 
 ARRANGEMENTS: Final[Mapping[str, type[Block]]] = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyvllm.kernels import AnyKernels, RopeTables
-from pyvllm.layers.attention import SelfAttention
+from pyvllm.layers.attention import LayerStep, SelfAttention
 from pyvllm.layers.block import ARRANGEMENTS, Block
 from pyvllm.layers.embedding import Embedding
 from pyvllm.layers.head import Head
@@ -98,11 +98,16 @@ class Decoder:
         plans = [kernels.plan(step, attention, kv_layers[0]) for attention in self._attentions]
         angles = [kernels.angles(rope, step.positions) for rope in self._ropes]
         hidden, delta = self._embedding(step, previous, kernels), None
-        *others, last = zip(self._layers, self._rope_kinds, self._kinds, kv_layers, strict=True)
-        for layer, rope, kind, kv_layer in others:
-            hidden, delta = layer(hidden, delta, angles[rope], kv_layer, plans[kind], kernels)
-        layer, rope, kind, kv_layer = last
-        hidden, delta = layer(hidden, delta, angles[rope], kv_layer, plans[kind], kernels, rows)
+        last = len(self._layers) - 1
+        for i, (layer, rope, kind) in enumerate(zip(self._layers, self._rope_kinds, self._kinds, strict=True)):
+            of_step = LayerStep(
+                angles=angles[rope],
+                kv_layer=kv_layers[i],
+                plan=plans[kind],
+                kernels=kernels,
+                rows=rows if i == last else None,
+            )
+            hidden, delta = layer(hidden, delta, of_step)
         return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor, kernels: AnyKernels) -> Tensor:
