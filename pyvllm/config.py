@@ -34,12 +34,14 @@ class DeviceDefaults:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    async_scheduling: bool
 
 
-# A GPU needs more tokens at once to be busy, and reads long runs of KV memory faster.
+# A GPU needs more tokens at once to be busy, and reads long runs of KV memory faster. On a CPU nothing would run beside
+# the step.
 DEVICE_DEFAULTS: Final = {
-    "cpu": DeviceDefaults(block_size=16, max_num_seqs=256, max_num_batched_tokens=4096),
-    "cuda": DeviceDefaults(block_size=64, max_num_seqs=1024, max_num_batched_tokens=8192),
+    "cpu": DeviceDefaults(block_size=16, max_num_seqs=256, max_num_batched_tokens=4096, async_scheduling=False),
+    "cuda": DeviceDefaults(block_size=64, max_num_seqs=1024, max_num_batched_tokens=8192, async_scheduling=True),
 }
 """By device type."""
 

@@ -14,7 +14,7 @@ import torch
 from pyvllm import _core
 from pyvllm.chat import choose_template
 from pyvllm.checkpoint import has_weights, open_safetensors, open_torch
-from pyvllm.config import EngineArgs, env
+from pyvllm.config import DEVICE_DEFAULTS, EngineArgs, env
 from pyvllm.engine import Engine, EngineInfo
 from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
 from pyvllm.hub import ModelFiles, resolve_model
@@ -69,7 +69,9 @@ def build_engine(args: EngineArgs) -> Engine:
         new_scheduler=_scheduler_maker(args, spec, layout, eos, tokenizer, processors),
         processors=processors,
         tokenizer=tokenizer,
-        run_ahead=device.type != "cpu" if args.async_scheduling is None else args.async_scheduling,
+        run_ahead=DEVICE_DEFAULTS[device.type].async_scheduling
+        if args.async_scheduling is None
+        else args.async_scheduling,
         stats_log=None if args.disable_log_stats else StatsLog(_log_interval_s()),
     )
 

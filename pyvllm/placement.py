@@ -52,9 +52,8 @@ def load_runner(
     args: EngineArgs, files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[Runner, Layout]:
     """Load the weights and size the KV pool. Raises ValueError with the numbers if they do not fit."""
-    kernels = select(device, dtype)
-    place = _place_on_cpu if device.type == "cpu" else _place_on_gpu
-    decoder, layout = place(args, files, spec, dtype, device, kernels)
+    model = _Model(args=args, files=files, spec=spec, dtype=dtype, device=device, kernels=select(device, dtype))
+    decoder, layout = model.place_on_cpu() if device.type == "cpu" else model.place_on_gpu()
     kv_cache = KVCache(
         spec,
         num_blocks=layout.pool.num_gpu_blocks,
@@ -67,16 +66,16 @@ def load_runner(
         "%s: %s in %s on %s (%s kernels), up to %d tokens a request, KV pool of %d tokens",
         args.model,
         spec.architecture,
-        str(dtype).removeprefix("torch."),
+        model.dtype_name,
         device,
-        kernels.name,
+        model.kernels.name,
         layout.limits.max_model_len,
         layout.pool.num_gpu_blocks * layout.block_size,
     )
     runner = Runner(
         decoder,
         kv_cache,
-        kernels,
+        model.kernels,
         max_num_seqs=layout.limits.max_num_seqs,
         staging_words=staging_words(layout.limits, block_size=layout.block_size),
         logprobs_mode=args.logprobs_mode,
@@ -84,100 +83,103 @@ def load_runner(
     return runner, layout
 
 
-def _place_on_cpu(
-    args: EngineArgs,
-    files: ModelFiles,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: AnyKernels,
-) -> tuple[Decoder, Layout]:
-    """Sizes follow from numbers alone: what does not fit is found before anything is read."""
-    limits, block_size = _limits(args, spec, device)
-    bytes_of_block = block_bytes(spec, block_size=block_size, dtype=dtype)
-    available = available_memory_bytes()
-    source, num_bytes = cpu_pool_bytes(
-        args,
-        block_size=block_size,
-        block_bytes=bytes_of_block,
-        max_model_len=limits.max_model_len,
-        available_bytes=available,
-    )
-    layout = _layout(args, limits, block_size, bytes_of_block, num_bytes, source, [], kernels)
-    needed = _weight_bytes(spec, dtype)
-    if needed > available:
-        raise ValueError(
-            f"the weights take {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but only "
-            f"{available / GIB:.1f} GiB of memory are free"
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What is to be placed, and where."""
+
+    args: EngineArgs
+    files: ModelFiles
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    kernels: AnyKernels
+
+    def place_on_cpu(self) -> tuple[Decoder, Layout]:
+        """Sizes follow from numbers alone: what does not fit is found before anything is read."""
+        limits = self._limits()
+        available = available_memory_bytes()
+        source, pool_bytes = cpu_pool_bytes(
+            self.args,
+            block_size=self.block_size,
+            block_bytes=self._block_bytes,
+            max_model_len=limits.max_model_len,
+            available_bytes=available,
         )
-    return _load(args, files, spec, layout.limits, dtype, device), layout
+        layout = self._layout(limits, pool_bytes, source, [])
+        needed = self._weight_bytes()
+        if needed > available:
+            raise ValueError(
+                f"the weights take {needed / GIB:.1f} GiB in {self.dtype_name}, but only {available / GIB:.1f} GiB of "
+                "memory are free"
+            )
+        return self._load(layout.limits), layout
 
-
-def _place_on_gpu(
-    args: EngineArgs,
-    files: ModelFiles,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: AnyKernels,
-) -> tuple[Decoder, Layout]:
-    """The pool gets what is seen to be left once the weights are there and the largest steps have run."""
-    limits, block_size = _limits(args, spec, device)
-    budget = memory_budget(args, device)
-    needed = _weight_bytes(spec, dtype)
-    if needed > budget.num_bytes:
-        raise ValueError(
-            f"the weights take {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but {budget.source} is "
-            f"{budget.num_bytes / GIB:.1f} GiB of {device}"
+    def place_on_gpu(self) -> tuple[Decoder, Layout]:
+        """The pool gets what is seen to be left once the weights are there and the largest steps have run."""
+        limits = self._limits()
+        budget = memory_budget(self.args, self.device)
+        needed = self._weight_bytes()
+        if needed > budget.num_bytes:
+            raise ValueError(
+                f"the weights take {needed / GIB:.1f} GiB in {self.dtype_name}, but {budget.source} is "
+                f"{budget.num_bytes / GIB:.1f} GiB of {self.device}"
+            )
+        decoder = self._load(limits)
+        sizes = [] if self.args.enforce_eager else graph_sizes(limits.max_num_seqs)
+        use = measure_memory(
+            budget,
+            decoder,
+            self.kernels,
+            limits,
+            block_size=self.block_size,
+            sizes=sizes,
+            dtype=self.dtype,
+            device=self.device,
         )
-    decoder = _load(args, files, spec, limits, dtype, device)
-    sizes = [] if args.enforce_eager else graph_sizes(limits.max_num_seqs)
-    use = measure_memory(
-        budget, decoder, kernels, limits, block_size=block_size, sizes=sizes, dtype=dtype, device=device
-    )
-    logger.info("memory of %s\n%s", device, use.table())
-    num_bytes, source = gpu_pool_bytes(args, use, device)
-    bytes_of_block = block_bytes(spec, block_size=block_size, dtype=dtype)
-    return decoder, _layout(args, limits, block_size, bytes_of_block, num_bytes, source, sizes, kernels)
+        logger.info("memory of %s\n%s", self.device, use.table())
+        pool_bytes, source = gpu_pool_bytes(self.args, use, self.device)
+        return decoder, self._layout(limits, pool_bytes, source, sizes)
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.args.block_size or DEVICE_DEFAULTS[self.device.type].block_size
 
-def _limits(args: EngineArgs, spec: ModelSpec, device: torch.device) -> tuple[StepLimits, int]:
-    """Of a step, before the pool is known; tokens of a block."""
-    defaults = DEVICE_DEFAULTS[device.type]
-    max_model_len = resolve_max_model_len(args, spec.max_position_embeddings, usual=spec.usual_len)
-    return resolve_step_limits(args, max_model_len, defaults), args.block_size or defaults.block_size
+    @property
+    def dtype_name(self) -> str:
+        """As users write it."""
+        return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def _block_bytes(self) -> int:
+        return block_bytes(self.spec, block_size=self.block_size, dtype=self.dtype)
 
-def _layout(
-    args: EngineArgs,
-    limits: StepLimits,
-    block_size: int,
-    bytes_of_block: int,
-    pool_bytes: int,
-    source: str,
-    sizes: list[int],
-    kernels: AnyKernels,
-) -> Layout:
-    pool = pool_sizes(args, pool_bytes, source=source, block_size=block_size, block_bytes=bytes_of_block)
-    max_model_len = limit_to_pool(args, limits.max_model_len, num_blocks=pool.num_gpu_blocks, block_size=block_size)
-    limits = replace(limits, max_model_len=max_model_len)
-    cascade_tokens = _CASCADE_TOKENS if kernels.cascades and not args.disable_cascade_attn else 0
-    return Layout(limits=limits, pool=pool, block_size=block_size, graph_sizes=sizes, cascade_tokens=cascade_tokens)
+    def _limits(self) -> StepLimits:
+        """Of a step, before the pool is known."""
+        max_model_len = resolve_max_model_len(self.args, self.spec.max_position_embeddings, usual=self.spec.usual_len)
+        return resolve_step_limits(self.args, max_model_len, DEVICE_DEFAULTS[self.device.type])
 
+    def _layout(self, limits: StepLimits, pool_bytes: int, source: str, sizes: list[int]) -> Layout:
+        pool = pool_sizes(
+            self.args, pool_bytes, source=source, block_size=self.block_size, block_bytes=self._block_bytes
+        )
+        max_model_len = limit_to_pool(
+            self.args, limits.max_model_len, num_blocks=pool.num_gpu_blocks, block_size=self.block_size
+        )
+        return Layout(
+            limits=replace(limits, max_model_len=max_model_len),
+            pool=pool,
+            block_size=self.block_size,
+            graph_sizes=sizes,
+            cascade_tokens=_CASCADE_TOKENS if self.kernels.cascades and not self.args.disable_cascade_attn else 0,
+        )
 
-def _weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    slots = Decoder(spec, max_model_len=1, dtype=dtype, device=torch.device("meta")).slots().values()
-    return sum(slot.numel() for slot in slots) * dtype.itemsize
+    def _weight_bytes(self) -> int:
+        slots = Decoder(self.spec, max_model_len=1, dtype=self.dtype, device=torch.device("meta")).slots().values()
+        return sum(slot.numel() for slot in slots) * self.dtype.itemsize
 
-
-def _load(
-    args: EngineArgs,
-    files: ModelFiles,
-    spec: ModelSpec,
-    limits: StepLimits,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Decoder:
-    decoder = Decoder(spec, max_model_len=limits.max_model_len, dtype=dtype, device=device)
-    load_weights(spec, decoder.slots(), files, load_format=args.load_format, progress=sys.stderr.isatty())
-    return decoder
+    def _load(self, limits: StepLimits) -> Decoder:
+        decoder = Decoder(self.spec, max_model_len=limits.max_model_len, dtype=self.dtype, device=self.device)
+        progress = sys.stderr.isatty()
+        load_weights(self.spec, decoder.slots(), self.files, load_format=self.args.load_format, progress=progress)
+        return decoder

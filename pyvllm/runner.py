@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -19,7 +20,7 @@ from pyvllm.kv_cache import KVCache
 from pyvllm.logits_processors import ProcessedRow, process_rows
 from pyvllm.models import Decoder
 from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
-from pyvllm.staging import Staging
+from pyvllm.staging import make_staging
 from pyvllm.step import HEADER_LEN, Flags, StepView
 
 # Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
@@ -77,7 +78,8 @@ class Runner:
     ) -> None:
         """`decoder`: with its weights loaded. `max_num_seqs`: most rows of a step.
 
-        `staging_words`: of the longest plan that takes the fast way to a device that is no CPU, see `staging.py`.
+        `staging_words`: of the longest plan that takes the fast way to a device with memory of its own, see
+        `staging.py`.
         """
         self._decoder = decoder
         self._kv_cache = kv_cache
@@ -86,9 +88,7 @@ class Runner:
         self._device = kv_cache.pool.device
         self._previous = torch.zeros(max_num_seqs, dtype=torch.int32, device=self._device)
         """[rows of the step before, and more] int32: what negative ids stand for."""
-        is_cpu = self._device.type == "cpu"
-        self._staging = None if is_cpu else Staging(staging_words, self._device)
-        self._graphs: Graphs[Tensor] | None = None if is_cpu else Graphs(self._device)
+        self._staging = make_staging(staging_words, self._device)
 
     @torch.inference_mode()
     def launch(self, buffer: NDArray[np.int32], processed_rows: Sequence[ProcessedRow] = ()) -> Launched:
@@ -96,12 +96,11 @@ class Runner:
 
         `processed_rows`: rows whose logits the host changes first, for which this waits.
         """
-        words = torch.from_numpy(buffer) if self._staging is None else self._staging.put(buffer)
-        step = StepView(words, buffer[:HEADER_LEN].tolist())
+        step = StepView(self._staging.put(buffer), buffer[:HEADER_LEN].tolist())
         self._kv_cache.apply(step, self._kernels)
         sampled, prompt = None, None
         failures: dict[str, Exception] = {}
-        if not processed_rows and step.graph_size and self._staging is not None and self._staging.fits(buffer):
+        if not processed_rows and step.graph_size and self._staging.fits(buffer):
             sampled = self._run_graph(step)
         elif step.num_tokens:
             hidden = self._forward(step, torch.cat([step.row_token, step.prompt_rows[:, 0]]))
@@ -111,6 +110,10 @@ class Runner:
             if step.has("prompt_rows"):
                 prompt = self._prompt_logprobs(hidden[num_rows:], step, buffer)
         return self._launched(step, sampled, prompt, failures)
+
+    @functools.cached_property
+    def _graphs(self) -> Graphs[Tensor]:
+        return Graphs(self._device)
 
     def _forward(self, step: StepView, rows: Tensor | None = None) -> Tensor:
         return self._decoder.forward(step, self._previous, self._kv_cache.layers, self._kernels, rows)
@@ -136,7 +139,6 @@ class Runner:
 
     def _run_graph(self, step: StepView) -> Sampled:
         """A padded step: row i is that of token i. Sampling is part of the graph unless it needs special sections."""
-        assert self._graphs is not None
         work = self._kernels.graph_kind(step)
         if step.max_logprobs >= 0 or Flags.BEAM in step.flags or step.has(*_SAMPLER_SECTIONS):
             hidden = self._graphs.run((step.graph_size, None, work), lambda: self._forward(step))
@@ -178,33 +180,22 @@ class Runner:
         if sampled is None:
             nothing = torch.empty(0, step.num_candidates)
             sampled = Sampled(token_ids=nothing.int(), logprobs=nothing, table=None)
-        launched = Launched(
+        return Launched(
             step=step.step,
-            token_ids=_to_host(sampled.token_ids[: step.num_rows]),
-            logprobs=_to_host(sampled.logprobs[: step.num_rows]),
-            table=sampled.table and _rows_to_host(sampled.table, step.num_rows),
-            prompt=prompt and _rows_to_host(prompt, len(prompt.ranks)),
+            token_ids=self._staging.fetch(sampled.token_ids[: step.num_rows]),
+            logprobs=self._staging.fetch(sampled.logprobs[: step.num_rows]),
+            table=sampled.table and self._fetch_rows(sampled.table, step.num_rows),
+            prompt=prompt and self._fetch_rows(prompt, len(prompt.ranks)),
             failures=failures,
-            finished=None if self._device.type == "cpu" else torch.Event(self._device),
+            finished=self._staging.mark(),  # after the copies above
         )
-        if launched.finished is not None:
-            launched.finished.record()
-        return launched
 
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, once the device has got there."""
-    if tensor.is_cpu:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _rows_to_host(rows: LogprobRows, count: int) -> LogprobRows:
-    return LogprobRows(
-        token_ids=_to_host(rows.token_ids[:count]),
-        logprobs=_to_host(rows.logprobs[:count]),
-        ranks=_to_host(rows.ranks[:count]),
-    )
+    def _fetch_rows(self, rows: LogprobRows, count: int) -> LogprobRows:
+        return LogprobRows(
+            token_ids=self._staging.fetch(rows.token_ids[:count]),
+            logprobs=self._staging.fetch(rows.logprobs[:count]),
+            ranks=self._staging.fetch(rows.ranks[:count]),
+        )
 
 
 def _table(rows: LogprobRows | None) -> _core.LogprobTable | None:

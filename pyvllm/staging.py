@@ -1,9 +1,12 @@
-"""How plans get to the device: through pinned memory, into one place there whose addresses captured graphs know."""
+"""How plans get to the device, and results back: through pinned memory, in the order of the device's stream.
+
+Plans go to one place there, whose addresses captured graphs know.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -27,11 +30,31 @@ def staging_words(limits: StepLimits, *, block_size: int) -> int:
     return fixed + limits.max_num_seqs * (_PER_SEQUENCE + _PER_ROW + blocks) + _EXTRA_WORDS
 
 
-class Staging:
-    """Copies plans to one device, in the order of its stream, without waiting for it."""
+class HostStaging:
+    """For a device that computes in the host's memory, at once: nothing is copied or waited for."""
+
+    def fits(self, buffer: NDArray[np.int32]) -> bool:
+        """Whether graphs can read the words that `put` gives: there are none."""
+        return False
+
+    def put(self, buffer: NDArray[np.int32]) -> Tensor:
+        """The plan's words, which change with `buffer`."""
+        return torch.from_numpy(buffer)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def mark(self) -> None:
+        """All that was asked for is done."""
+
+
+class DeviceStaging:
+    """Copies plans to one device and results from it without waiting for it."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         """`num_words`: of the longest plan that goes the fast way; see `staging_words`."""
+        self._device = device
         self._words = torch.empty(num_words, dtype=torch.int32, device=device)
         self._host: deque[tuple[Tensor, NDArray[np.int32], torch.Event]] = deque()
         for _ in range(_NUM_HOST_BUFFERS):
@@ -54,3 +77,23 @@ class Staging:
         words.copy_(pinned[: len(buffer)], non_blocking=True)
         copied.record()
         return words
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """The tensor in pinned host memory, once the device has got there; one that is on the host, itself."""
+        if tensor.is_cpu:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def mark(self) -> torch.Event:
+        """An event that happens once all that was asked for is done."""
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+
+Staging: TypeAlias = HostStaging | DeviceStaging
+
+
+def make_staging(num_words: int, device: torch.device) -> Staging:
+    """The staging for a device; `num_words` as in `DeviceStaging`."""
+    return HostStaging() if device.type == "cpu" else DeviceStaging(num_words, device)
