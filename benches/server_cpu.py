@@ -43,7 +43,7 @@ from pyvllm.server.app import build_app
 from pyvllm.server.config import ServerArgs
 from pyvllm.server.life_cycle import Server, listening, uvicorn_config
 from pyvllm.server.serving import Serving
-from pyvllm.step import Header
+from pyvllm.step import Header, StepResult
 from pyvllm.tokenizer import load_tokenizer
 
 LETTERS: Final = 256
@@ -94,10 +94,10 @@ class SameToken:
     ends_at: float
     failures: dict[str, Exception] = field(default_factory=dict)
 
-    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.float32], None, None]:
+    def wait(self) -> StepResult:
         """What it sampled."""
         time.sleep(max(0.0, self.ends_at - time.monotonic()))
-        return np.full(self.shape, 7, np.int32), np.zeros(self.shape, np.float32), None, None
+        return np.full(self.shape, 7, np.int32), np.zeros(self.shape, np.float32), None, None, None
 
 
 class NoModel:

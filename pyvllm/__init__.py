@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     from pyvllm.llm_engine import LLMEngine
     from pyvllm.models import ModelRegistry
     from pyvllm.outputs import CompletionOutput, RequestOutput
-    from pyvllm.sampling_params import BeamSearchParams, ParameterError, SamplingParams
+    from pyvllm.sampling_params import (
+        BeamSearchParams,
+        GuidedDecodingParams,
+        ParameterError,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",
@@ -34,12 +40,14 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "EngineGenerateError",
+    "GuidedDecodingParams",
     "LLMEngine",
     "ModelRegistry",
     "ParameterError",
     "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

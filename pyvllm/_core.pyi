@@ -288,11 +288,13 @@ class Scheduler:
         logprobs: NDArray[np.float32],
         sample_table: LogprobTable | None = None,
         prompt_table: LogprobTable | None = None,
+        candidate_table: LogprobTable | None = None,
     ) -> list[Output]:
         """Take in what the oldest outstanding step sampled.
 
         `token_ids` and `logprobs` [num_rows, num_candidates]; a beam row's candidates best first. `sample_table`: one
         row for each logits row, needed when `max_logprobs >= 0`; `prompt_table`: one row for each of `prompt_rows`.
+        `candidate_table` [num_rows * num_candidates, 1]: what is told of candidates, if it is not what ranks them.
         Outputs: requests that finished, and those with `DELTA` or `CUMULATIVE` output that advanced.
         """
     def fail(self, request_id: str, parameter: str, message: str) -> bool:

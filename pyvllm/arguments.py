@@ -60,6 +60,8 @@ def _value_options(hint: object) -> dict[str, Any]:
     if lists:
         return {"action": "append", "type": get_args(lists[0])[0], "metavar": "VALUE"}
     dicts = [kind for kind in kinds if get_origin(kind) is dict]
+    if dicts and get_args(dicts[0]) == (str, str):
+        return {"action": _Merge, "type": _pair_reader, "metavar": "NAME=VALUE"}
     if dicts:
         return {"type": _json_reader(get_args(dicts[0])[0]), "metavar": "JSON"}
     classes = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
@@ -90,6 +92,23 @@ def _reader(kinds: tuple[object, ...]) -> Callable[[str], object]:
         raise argparse.ArgumentTypeError(f"invalid value: {text!r}")
 
     return read
+
+
+class _Merge(argparse.Action):
+    """A flag that may be given several times, each time with further entries of one dict."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+
+
+def _pair_reader(text: str) -> dict[str, Any]:
+    """Reads name=value, or a JSON object of such pairs."""
+    if text.startswith("{"):
+        return _json_object(text)
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"must be name=value or a JSON object, got {text!r}")
+    return {name: value}
 
 
 def _json_reader(key: Callable[[str], object]) -> Callable[[str], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -162,6 +163,8 @@ class AsyncLLM:
         """The model's; None if the engine runs without one."""
         self.token_text: TokenText | None = tokenizer.token_text if tokenizer else None
         """Text of a token alone, None without a tokenizer."""
+        # A program may ask the same of many prompts, and words take long to become tokens.
+        self._bad_word_ids = functools.lru_cache(maxsize=1)(functools.partial(bad_word_ids, tokenizer))
         self._process = process
         self._client = client
         self._numbers = itertools.count()
@@ -192,7 +195,8 @@ class AsyncLLM:
         configure_logging()
         process = EngineProcess()
         try:
-            from pyvllm.loading import find_model, find_tokenizer
+            from pyvllm.hub import find_model
+            from pyvllm.tokenizer import find_tokenizer
 
             files = find_model(engine_args)
             process.send_arguments(engine_args)
@@ -238,7 +242,7 @@ class AsyncLLM:
             prompt=prompt.text,
             priority=parse_priority(priority),
             cache_salt=prompt.cache_salt,
-            bad_word_ids=bad_word_ids(self.tokenizer, params.bad_words or ()),
+            bad_word_ids=self._bad_word_ids(tuple(params.bad_words or ())),
         )
         client.send(Kind.ADD, message)
         return OutputStream(client, request_id, number)

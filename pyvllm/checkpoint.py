@@ -58,7 +58,7 @@ def open_gguf(file: gguf.GgufFile) -> Tensors:
     return {
         gguf.hf_name(name): StoredTensor(
             shape=tensor.shape,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=tensor.dtype,
             file=file.path,
             read=partial(gguf.read_hf, file, name),
         )

@@ -124,6 +124,8 @@ def _open_llm(args: argparse.Namespace) -> Iterator[tuple[LLM, SamplingParams]]:
 
     names = {item.name for item in dataclasses.fields(SamplingParams)} - {"seed"}
     given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    if "logits_processors" in given:  # of the engine, name -> function: who names functions here wants them used
+        given["logits_processors"] = list(given["logits_processors"])
     SamplingParams(**given)  # Bad flags are found before the model is loaded.
     if args.model_name is not None:
         if hasattr(args, "model"):

@@ -20,6 +20,7 @@ from pyvllm.sampling_params import LogitsProcessor, SamplingParams
 
 if TYPE_CHECKING:
     from pyvllm.logits_processors import ProcessedRow, Processor
+    from pyvllm.step import StepResult
     from pyvllm.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,7 @@ class Launched(Protocol):
     def failures(self) -> dict[str, Exception]:
         """What the `logits_processors` of requests raised, by request id."""
 
-    def wait(
-        self,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None]:
+    def wait(self) -> StepResult:
         """What it sampled, once it has run: the arguments of `Scheduler.commit` after the step's number."""
 
 

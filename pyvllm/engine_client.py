@@ -17,7 +17,7 @@ WATCH_S: Final = 0.5
 """Most seconds between two looks at an engine's signs of life."""
 HEARTBEAT_TIMEOUT_S: Final = 4.0
 """Without a sign of life for so long an engine is dead: eight of its beats, which come from a thread of their own, so
-during a step too. All that wait are told within 5 s."""
+during a step too. All that wait are told within 5 s. Time in which this side was held up does not count."""
 _CLOCK_STEP_S: Final = 0.01
 """Later than this after a moment the clock is certainly past it."""
 
@@ -63,6 +63,7 @@ class EngineClient:
         self._idle: asyncio.Future[None] | None = None
         self._num_calls = 0
         self._num_steps = -1
+        self._is_stepping = False
         self._heard_at = self._progress_at = self._watched_at = time.monotonic()
 
     # ---- requests ----
@@ -77,9 +78,12 @@ class EngineClient:
 
     def check_process(self) -> None:
         """Raise `EngineDeadError` if the engine's process has ended, even if reading has not told yet."""
-        if self.dead_error is None and self._process.has_ended():
-            self._end()
         self.check_alive()
+        if self._process.has_ended():
+            self._on_readable()  # Its last words tell more than its end.
+            if self.dead_error is None:
+                self._end()
+            self.check_alive()
 
     def send(self, kind: Kind, *parts: bytes) -> None:
         """Send a frame, in part later if the engine does not read just now."""
@@ -213,8 +217,8 @@ class EngineClient:
             for number in self.front.receive(body):
                 self._wake(number)
         elif kind == Kind.ALIVE:
-            num_steps, is_stepping = PROGRESS.unpack(body)
-            if num_steps != self._num_steps or not is_stepping:
+            num_steps, self._is_stepping = PROGRESS.unpack(body)
+            if num_steps != self._num_steps or not self._is_stepping:
                 self._num_steps, self._progress_at = num_steps, self._heard_at
         elif kind == Kind.STEP_FAILED:
             cause = error_from_json(body[NUMBER.size :])
@@ -273,13 +277,15 @@ class EngineClient:
         """Look whether the engine lives, now and every `WATCH_S` seconds."""
         assert self._loop is not None
         now = time.monotonic()
-        if now - self._watched_at > 2 * WATCH_S:
-            # This loop was held up, or the whole program stopped: what has come is not read yet.
-            self._heard_at = self._progress_at = now
+        # For so long this loop was held up, or the whole machine, the engine's process with it; what has come meanwhile
+        # may not be read yet. It says nothing of the engine.
+        late = max(0.0, now - self._watched_at - WATCH_S)
+        self._heard_at = min(now, self._heard_at + late)
+        self._progress_at = min(now, self._progress_at + late)
         self._watched_at = now
         if now - self._heard_at > self._heartbeat_timeout_s:
             self.die(f"the engine's process gave no sign of life for {now - self._heard_at:.1f} s")
-        elif now - self._progress_at > self._stall_timeout_s:
+        elif self._is_stepping and now - self._progress_at > self._stall_timeout_s:
             self.die(f"the engine has been in one step for {now - self._progress_at:.1f} s")
         else:
             left = self._heard_at + self._heartbeat_timeout_s - now

@@ -59,7 +59,7 @@ class EngineProcess:
         command = [sys.executable, "-m", "pyvllm.engine_process", theirs.fileno(), os.getpid(), int(linked)]
         # The modules that this program sees, and none from the working directory that it does not.
         package = str(Path(__file__).parents[1])
-        paths = [path for path in sys.path if path] + [package]
+        paths = [path or os.curdir for path in sys.path] + [package]
         with theirs:
             self._process = subprocess.Popen(
                 [str(part) for part in command],

@@ -7,27 +7,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, ReaderField, ReaderTensor, dequantize
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PLAIN_TYPES: Final = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
-    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
 """ggml types that hold one element of this dtype per value; all others are blocks that decode to float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """One tensor's header. `shape` is in torch order (outermost first), `dtype` what reading gives."""
+    """One tensor's header. `shape` is in torch order (outermost first), `dtype` torch's name of what reading gives."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     is_quantised: bool
     stored: ReaderTensor
     """The library's entry; its data are views of the mapped file."""
@@ -43,12 +44,14 @@ class GgufFile:
 
     def read(self, name: str) -> Tensor:
         """The tensor `name` in the file's own layout, in its `dtype`; quantised types are decoded to float32."""
+        import torch  # here: those who read headers alone do without
+
         tensor, stored = self.tensors[name], self.tensors[name].stored
         if tensor.is_quantised:
             return torch.from_numpy(dequantize(stored.data, stored.tensor_type))
         # Mode "c" keeps the mapping private and writable, as torch wants; nothing writes to it.
         data = np.memmap(self.path, np.uint8, mode="c", offset=stored.data_offset, shape=(stored.n_bytes,))
-        return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)
+        return torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(tensor.shape)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -113,7 +116,7 @@ def _tensor(stored: ReaderTensor, reader: _Reader) -> GgufTensor:
     dtype = _PLAIN_TYPES.get(kind.name)
     if dtype is None:  # raises for a type that cannot be decoded
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    return GgufTensor(shape=shape, dtype=dtype or torch.float32, is_quantised=dtype is None, stored=stored)
+    return GgufTensor(shape=shape, dtype=dtype or "float32", is_quantised=dtype is None, stored=stored)
 
 
 # --- Hugging Face names and layout ------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         config["sliding_window"] = None  # absent would mean 4096
     matrix = file.tensors.get("blk.0.attn_q.weight", embedding)
     if not matrix.is_quantised:
-        config["torch_dtype"] = str(matrix.dtype).removeprefix("torch.")
+        config["torch_dtype"] = matrix.dtype
     for token, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         if (token_id := file.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{token}_token_id"] = token_id
@@ -282,13 +285,14 @@ def _rope_scaling(keys: _Keys, head_dim: int) -> dict[str, Any] | None:
 def _llama3_scaling(keys: _Keys, head_dim: int) -> dict[str, Any]:
     """The llama3 parameters that gave `rope_freqs.weight`, which llama.cpp's converter writes in their stead."""
     low, high, original = 1.0, 4.0, 8192
-    divisors = keys.file.read(ROPE_FREQS).double()
-    factor = round(divisors.max().item(), 4)
+    stored = keys.file.tensors[ROPE_FREQS].stored
+    divisors = dequantize(stored.data, stored.tensor_type).astype(np.float64)
+    factor = round(float(divisors.max()), 4)
     theta = keys.get("rope.freq_base", float, 10000.0)
-    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((original / wavelengths - low) / (high - low)).clip(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise ValueError(f"{keys.file.path}: {ROPE_FREQS} does not follow the llama3 formula, no other is supported")
     return {
         "rope_type": "llama3",

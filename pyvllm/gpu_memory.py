@@ -25,10 +25,11 @@ _SMALL_BATCHES: Final = range(1, 17)
 """Sizes with matrix products of their own."""
 _CASCADE_SIZES: Final = (4, 16)
 """Sequences of a cascade that small and large kernels serve."""
-# All that a sampler can be asked for at once.
+# All that a sampler can be asked for at once, and beams, which it takes another way.
 _GREEDIEST: Final = SamplingParams(
     temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
 )
+_BEAMS: Final = SamplingParams(use_beam_search=True, n=2, temperature=0.0, repetition_penalty=1.1, logprobs=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,7 @@ def _run_trial(
     prompt = [0] * max(1, min(longest, limits.max_num_batched_tokens // limits.max_num_seqs))
     greedy = SamplingParams(temperature=0.0)
     trials = [(limits.max_num_seqs, prompt, _GREEDIEST), (limits.max_num_seqs, prompt, greedy)]
+    trials.append((limits.max_num_seqs // 2, prompt, _BEAMS))
     small = [(size, prompt[:1], greedy) for size in _SMALL_BATCHES if size <= limits.max_num_seqs]
     if kernels.cascades and longest > block_size:
         small += [(1, [0] * longest, SamplingParams(n=n)) for n in _CASCADE_SIZES if n <= limits.max_num_seqs]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pyvllm import gguf
-from pyvllm.config import LoadFormat, env
+from pyvllm.config import EngineArgs, LoadFormat, env
 from pyvllm.json_file import read_object
 
 logger = logging.getLogger("pyvllm")
@@ -45,6 +45,17 @@ class ModelFiles:
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     gguf_file: gguf.GgufFile | None = None
+
+
+def find_model(args: EngineArgs) -> ModelFiles:
+    """The model's files, downloaded if they have to be. Raises FileNotFoundError saying what was tried."""
+    return resolve_model(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        hf_token=args.hf_token,
+        load_format=args.load_format,
+    )
 
 
 def resolve_model(

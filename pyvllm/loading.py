@@ -6,25 +6,23 @@ import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from pyvllm import _core
-from pyvllm.chat import choose_template
 from pyvllm.checkpoint import has_weights, open_safetensors, open_torch
 from pyvllm.config import DEVICE_DEFAULTS, EngineArgs, env
 from pyvllm.engine import Engine, EngineInfo
 from pyvllm.generation import default_sampling_params, eos_token_ids, read_generation_config
-from pyvllm.hub import ModelFiles, resolve_model
+from pyvllm.hub import ModelFiles, find_model
 from pyvllm.kv_cache import block_bytes
 from pyvllm.logging import StatsLog
 from pyvllm.logits_processors import as_processor, load_processors
 from pyvllm.models import ModelSpec, build_spec
 from pyvllm.placement import Layout, load_runner
 from pyvllm.sampling_params import LogitsProcessor
-from pyvllm.tokenizer import Tokenizer, load_tokenizer
+from pyvllm.tokenizer import Tokenizer, find_tokenizer
 
 logger = logging.getLogger("pyvllm")
 
@@ -74,39 +72,6 @@ def build_engine(args: EngineArgs) -> Engine:
         else args.async_scheduling,
         stats_log=None if args.disable_log_stats else StatsLog(_log_interval_s()),
     )
-
-
-def find_model(args: EngineArgs) -> ModelFiles:
-    """The model's files, downloaded if they have to be. Raises FileNotFoundError saying what was tried."""
-    return resolve_model(
-        args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        hf_token=args.hf_token,
-        load_format=args.load_format,
-    )
-
-
-def find_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
-    """The tokenizer that the arguments ask for, by default the model's own; None if they ask for none."""
-    if args.skip_tokenizer_init:
-        return None
-    path = files.path
-    if args.tokenizer is not None:
-        path = Path(args.tokenizer).expanduser()
-        if not path.exists():
-            path = resolve_model(
-                args.tokenizer,
-                revision=args.tokenizer_revision,
-                download_dir=args.download_dir,
-                hf_token=args.hf_token,
-                load_format="dummy",
-            ).path
-    own = files.gguf_file if path == files.path else None
-    tokenizer = load_tokenizer(path) if own is None else Tokenizer.from_gguf(own)
-    if args.chat_template is not None:
-        choose_template(tokenizer.chat_templates, args.chat_template)  # A wrong path is found now.
-    return tokenizer
 
 
 def choose_device(args: EngineArgs) -> torch.device:

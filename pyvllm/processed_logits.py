@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from pyvllm.kernels.plain_sampling import FILTERS, NEVER, best_of, floats, scale, survivors
 from pyvllm.step import Flags, RowParam
+
+BANNED: Final = torch.finfo(torch.float32).min
+"""Logit of a banned token. Above -inf, so that a row whose allowed tokens are all banned stays among them; so low that
+the token is never drawn beside one that is not banned.
+"""
 
 
 def processed_logits(values: Tensor, row_params: Tensor, flags: Flags, vocab_size: int) -> Tensor:
@@ -15,6 +22,8 @@ def processed_logits(values: Tensor, row_params: Tensor, flags: Flags, vocab_siz
     `values`: after bias, penalties and masks. Rows that are greedy, or beams, stay as they are.
     """
     values = values[:, :vocab_size].float()
+    possible = values > BANNED
+    values = values.masked_fill(~possible & possible.any(-1, keepdim=True), NEVER)
     if Flags.RANDOM not in flags:
         return values
     temperature = floats(row_params, RowParam.TEMPERATURE)[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import torch
@@ -21,17 +21,12 @@ from pyvllm.logits_processors import ProcessedRow, process_rows
 from pyvllm.models import Decoder
 from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
 from pyvllm.staging import make_staging
-from pyvllm.step import HEADER_LEN, Flags, StepView
+from pyvllm.step import HEADER_LEN, Flags, StepResult, StepView
 
 # Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
 _PROMPT_ROWS: Final = 64
 # Sections that only some steps have: their sampler runs after the graph.
 _SAMPLER_SECTIONS: Final = ("penalty_rows", "bias", "banned", "allowed_rows", "mask_rows")
-
-StepResult: TypeAlias = tuple[
-    NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None
-]
-"""Sampled tokens [R, k], their log-probabilities [R, k], tables of the sampled tokens [R] and of prompt tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +43,8 @@ class Launched:
     """Of the sampled tokens, if a row wants log-probabilities."""
     prompt: LogprobRows | None
     """Of the prompt tokens that the step asks for."""
+    candidates: LogprobRows | None
+    """Of the candidates of beams, if they are ranked by something else; see `Sampled`."""
     failures: dict[str, Exception]
     """What the `logits_processors` of requests raised, by request id."""
     finished: torch.Event | None
@@ -57,7 +54,8 @@ class Launched:
         """What the step sampled, once it has run: the arguments of `Scheduler.commit` after the step's number."""
         if self.finished is not None:
             self.finished.synchronize()
-        return self.token_ids.numpy(), self.logprobs.numpy(), _table(self.table), _table(self.prompt)
+        tables = (_table(self.table), _table(self.prompt), _table(self.candidates))
+        return self.token_ids.numpy(), self.logprobs.numpy(), *tables
 
 
 class Runner:
@@ -145,7 +143,8 @@ class Runner:
             return self._sample(hidden, step)[0]
         kind = (step.graph_size, int(step.flags), work)
         token_ids = self._graphs.run(kind, lambda: self._sample(self._forward(step), step)[0].token_ids)
-        return Sampled(token_ids=token_ids, logprobs=torch.zeros(token_ids.shape), table=None)  # nobody wants any
+        zeros = torch.zeros(token_ids.shape)  # nobody wants any
+        return Sampled(token_ids=token_ids, logprobs=zeros, table=None, candidates=None)
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepView, buffer: NDArray[np.int32]) -> LogprobRows:
         """Of the prompt tokens that the step asks for, in order; `hidden` [their number, d]."""
@@ -179,13 +178,15 @@ class Runner:
         """Start copying the results to the host."""
         if sampled is None:
             nothing = torch.empty(0, step.num_candidates)
-            sampled = Sampled(token_ids=nothing.int(), logprobs=nothing, table=None)
+            sampled = Sampled(token_ids=nothing.int(), logprobs=nothing, table=None, candidates=None)
+        candidates = sampled.candidates
         return Launched(
             step=step.step,
             token_ids=self._staging.fetch(sampled.token_ids[: step.num_rows]),
             logprobs=self._staging.fetch(sampled.logprobs[: step.num_rows]),
             table=sampled.table and self._fetch_rows(sampled.table, step.num_rows),
             prompt=prompt and self._fetch_rows(prompt, len(prompt.ranks)),
+            candidates=candidates and self._fetch_rows(candidates, step.num_rows * step.num_candidates),
             failures=failures,
             finished=self._staging.mark(),  # after the copies above
         )

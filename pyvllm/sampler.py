@@ -23,15 +23,12 @@ from torch.nn.functional import pad
 from pyvllm.config import LogprobsMode
 from pyvllm.kernels import AnyKernels, LogprobRows
 from pyvllm.kernels.plain_sampling import owners
-from pyvllm.processed_logits import processed_logits
+from pyvllm.processed_logits import BANNED, processed_logits
 from pyvllm.step import Flags, RowParam, StepView
 
 __all__ = ["LogprobRows", "Sampled", "prompt_logprobs", "sample"]
 
 _NEVER = float("-inf")
-# Logit of a banned token. Above -inf, so that a row whose allowed tokens are all banned stays among them; so low that
-# the token is never drawn beside one that is not banned.
-_BANNED = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +42,8 @@ class Sampled:
     is the token's log-probability where the row wants log-probabilities. Else 0."""
     table: LogprobRows | None
     """[R, 1 + L] for `max_logprobs` = L (at most V) if that is >= 0. Rows that want none are 0."""
+    candidates: LogprobRows | None
+    """[R * k, 1] of `token_ids`, row by row: what is told of candidates, if `logprobs` ranks them by something else."""
 
 
 def sample(
@@ -72,10 +71,9 @@ def sample(
     tokens = kernels.pick(values, step.row_params, step.flags, vocab_size)
     token_ids = pad(tokens[:, None], (0, step.num_candidates - 1))
     logprobs = torch.zeros(token_ids.shape, device=logits.device)
-    table = None
+    table, candidates, shown = None, None, logits
     if step.max_logprobs >= 0:
         wanted = step.row_params[:, RowParam.NUM_LOGPROBS] >= 0
-        shown = logits
         if logprobs_mode.startswith("processed"):
             shown = processed_logits(values, step.row_params, step.flags, vocab_size)
         table = kernels.logprobs(shown, tokens, wanted, min(step.max_logprobs, vocab_size), vocab_size)
@@ -84,7 +82,9 @@ def sample(
             table = _with_logits(table, shown, wanted)
     if Flags.BEAM in step.flags:
         token_ids, logprobs = _with_candidates(values, token_ids, logprobs, step, kernels, vocab_size)
-    return Sampled(token_ids=token_ids, logprobs=logprobs, table=table)
+        if table and (replaced is not None or _changes_logits(step) or logprobs_mode.endswith("logits")):
+            candidates = _candidate_table(shown[:, :vocab_size], token_ids, logprobs_mode)
+    return Sampled(token_ids=token_ids, logprobs=logprobs, table=table, candidates=candidates)
 
 
 def _with_logits(table: LogprobRows, logits: Tensor, wanted: Tensor) -> LogprobRows:
@@ -114,12 +114,17 @@ def prompt_logprobs(
 # --- transforms of logits ---------------------------------------------------------------------------------------------
 
 
+def _changes_logits(step: StepView) -> bool:
+    """Whether a row has bias, penalties or masks."""
+    sections = (step.bias, step.penalty_rows, step.banned, step.allowed_rows, step.mask_rows)
+    return any(section.numel() for section in sections)
+
+
 def _transform(
     logits: Tensor, step: StepView, previous_tokens: Tensor | None, kernels: AnyKernels, vocab_size: int
 ) -> Tensor:
     """Logits after all that comes before the greedy pick: [R, V] float32. `logits` if the step needs none of it."""
-    sections = (step.bias, step.penalty_rows, step.banned, step.allowed_rows, step.mask_rows)
-    if Flags.BEAM not in step.flags and not any(section.numel() for section in sections):
+    if Flags.BEAM not in step.flags and not _changes_logits(step):
         return logits
     values = logits[:, :vocab_size].to(torch.float32, copy=True)
     if Flags.BEAM in step.flags:
@@ -131,11 +136,12 @@ def _transform(
         kernels.penalise_(values, step, previous_tokens)
     if step.banned.numel():
         row, token_id = step.banned.unbind(1)
-        values.index_put_((row, token_id), values.new_full((), _BANNED))  # a number would wait for the device
+        values.index_put_((row, token_id), values.new_full((), BANNED))  # a number would wait for the device
     if step.allowed_rows.numel():
         owner = owners(step.allowed_offsets, step.allowed_ids)
         kept = values.new_full((len(step.allowed_rows), values.shape[1]), _NEVER)
-        kept[owner, step.allowed_ids] = values[step.allowed_rows[owner], step.allowed_ids]
+        # Above what may not be: also a token that a processor forbids is taken before one that is not allowed.
+        kept[owner, step.allowed_ids] = values[step.allowed_rows[owner], step.allowed_ids].clamp_min(BANNED)
         values[step.allowed_rows] = kept
     if step.mask_rows.numel():
         _mask(values, step)
@@ -168,7 +174,19 @@ def _with_candidates(
     width = min(step.num_candidates, vocab_size)
     best, ids = kernels.best(values, width, count[:, 0] > 1, vocab_size)
     missing = (0, step.num_candidates - width)
-    best, ids = pad(best.masked_fill(best <= _BANNED, _NEVER), missing, value=_NEVER), pad(ids, missing)
+    best, ids = pad(best.masked_fill(best <= BANNED, _NEVER), missing, value=_NEVER), pad(ids, missing)
     column = torch.arange(step.num_candidates, device=values.device)
     wanted = (column < count) & (count > 1)
     return torch.where(wanted, ids, token_ids), torch.where(wanted, best, logprobs)
+
+
+def _candidate_table(logits: Tensor, token_ids: Tensor, logprobs_mode: LogprobsMode) -> LogprobRows:
+    """The log-probabilities, or logits, and ranks of `token_ids` [R, k] under `logits` [R, V]: [R * k, 1]."""
+    own = torch.log_softmax(logits, -1, dtype=torch.float32)
+    chosen = own.gather(1, token_ids.long())
+    # One pass over the rows for each candidate: sorting them would take many times their memory.
+    num_better = torch.stack([(own > value[:, None]).sum(1, dtype=torch.int32) for value in chosen.unbind(1)], 1)
+    values = logits.gather(1, token_ids.long()).float() if logprobs_mode.endswith("logits") else chosen
+    return LogprobRows(
+        token_ids=token_ids.reshape(-1, 1), logprobs=values.reshape(-1, 1), ranks=1 + num_better.reshape(-1)
+    )

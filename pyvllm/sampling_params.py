@@ -134,8 +134,9 @@ class SamplingParams:
     """Go on after the end-of-sequence token."""
 
     truncate_prompt_tokens: int | None = None
-    """Use only so many tokens of the prompt, its last ones. -1: as many as leave room for output in the model's
-    length; None: all, and what is too long is refused."""
+    """Use only so many tokens of the prompt, its last ones. -1: as many as leave room for max_tokens in the
+    model's length (for one token or min_tokens if it is None or more than that); None: all, and what is too long is
+    refused."""
 
     max_tokens: int | None = 16
     """Most tokens to generate for a sequence, at least 1. None: up to the model's length."""
@@ -205,13 +206,14 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None or isinstance(value, str):
                 setattr(self, name, [] if value is None else [value])
+        for name in ("structured_outputs", "guided_decoding"):
+            form: object = getattr(self, name)
+            if not isinstance(form, StructuredOutputsParams | None):
+                raise parameter_error(name, "None or a StructuredOutputsParams", form)
         if self.guided_decoding is not None:
             if self.structured_outputs is not None:
                 raise parameter_error("guided_decoding", "None beside structured_outputs", self.guided_decoding)
             self.structured_outputs, self.guided_decoding = self.guided_decoding, None
-        form: object = self.structured_outputs
-        if not isinstance(form, StructuredOutputsParams | None):
-            raise parameter_error("structured_outputs", "None or a StructuredOutputsParams", form)
         self._check_processors()
         _core.validate_params(self)
 
@@ -273,10 +275,14 @@ class BeamSearchParams:
     """Token ids that end a beam."""
 
     num_return_sequences: int | None = None
-    """Sequences to return, best first, at most `beam_width`. None: `beam_width`."""
+    """Sequences to return, best first, at most `beam_width`. None: `beam_width`. Where fewer tokens are
+    allowed than there are beams, there may be fewer."""
 
     logprobs: int | None = None
     """As `SamplingParams.logprobs`, for each token of the returned beams."""
+
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that every beam must have, see `SamplingParams.structured_outputs`."""
 
     def __post_init__(self) -> None:
         """Validate what has another name, or another range, in `SamplingParams`; that checks the rest."""
@@ -312,5 +318,6 @@ class BeamSearchParams:
             skip_special_tokens=self.skip_special_tokens,
             allowed_token_ids=self.allowed_token_ids,
             logprobs=self.logprobs if beams or self.logprobs is not None else 0,
+            structured_outputs=self.structured_outputs,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

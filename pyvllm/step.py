@@ -7,9 +7,25 @@ The layout is described, with shapes, in `rust_core/src/plan.rs`; this module is
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from pyvllm import _core
+
+StepResult: TypeAlias = tuple[
+    NDArray[np.int32],
+    NDArray[np.float32],
+    _core.LogprobTable | None,
+    _core.LogprobTable | None,
+    _core.LogprobTable | None,
+]
+"""Sampled tokens [R, k], their log-probabilities [R, k], tables of the sampled tokens [R], of prompt tokens, and of the
+candidates [R * k] of beams.
+"""
 
 MAGIC = 0x504C414E
 SECTION_ALIGNMENT = 4

@@ -28,8 +28,9 @@ class StructuredOutputsParams:
     """A text of this grammar, in Lark's or GBNF's notation."""
     json_object: bool | None = None
     """True: any JSON object."""
-    structural_tag: str | None = None
-    """Not supported; must be None."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with tags whose content fits schemas: `{"structures": [{"begin": …, "schema": …, "end": …}, …],
+    "triggers": […]}`. Each `begin` starts with a trigger; a trigger in the text is followed by the rest of a tag."""
     disable_any_whitespace: bool = False
     """JSON without whitespace between its parts."""
     disable_additional_properties: bool = False
@@ -43,9 +44,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check types, and that there is one constraint."""
-        if self.structural_tag is not None:
-            raise parameter_error("structured_outputs", "without structural_tag", self.structural_tag)
-        names = ("json", "regex", "choice", "grammar", "json_object")
+        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             expected = f"given exactly one of {', '.join(names)}"
@@ -56,6 +55,7 @@ class StructuredOutputsParams:
             "choice": ("a list of strings", (list, tuple)),
             "grammar": ("a string", (str,)),
             "json_object": ("True", (bool,)),
+            "structural_tag": ("JSON as a string or a dict", (str, Mapping)),
             "whitespace_pattern": ("None or a string", (str, type(None))),
             "disable_any_whitespace": ("True or False", (bool,)),
             "disable_additional_properties": ("True or False", (bool,)),
@@ -70,9 +70,10 @@ class StructuredOutputsParams:
         self.constraint()
 
     def constraint(self) -> tuple[str, Any]:
-        """Name and content of the one constraint; a schema as text."""
-        if self.json is not None:
-            return "json", self.json if isinstance(self.json, str) else _to_text(self.json)
+        """Name and content of the one constraint; JSON as text."""
+        for name, value in (("json", self.json), ("structural_tag", self.structural_tag)):
+            if value is not None:
+                return name, value if isinstance(value, str) else _to_text(value)
         for name in ("regex", "choice", "grammar"):
             if getattr(self, name) is not None:
                 return name, getattr(self, name)

@@ -11,8 +11,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from pyvllm.chat import choose_template, render_chat
+from pyvllm.config import EngineArgs
 from pyvllm.gguf import GgufFile, read_gguf
 from pyvllm.gguf_tokenizer import build_gguf_tokenizer
+from pyvllm.hub import ModelFiles, resolve_model
 from pyvllm.json_file import read_object
 from pyvllm.own_tokenizers import build_own_tokenizer
 from pyvllm.vocabulary import VocabularyTable, vocabulary_table
@@ -25,6 +27,28 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 _OTHER_FORMATS: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "tekken.json")
 """Files that show that there is a tokenizer, if not one that the `tokenizers` library reads."""
+
+
+def find_tokenizer(args: EngineArgs, files: ModelFiles) -> Tokenizer | None:
+    """The tokenizer that the arguments ask for, by default the model's own; None if they ask for none."""
+    if args.skip_tokenizer_init:
+        return None
+    path = files.path
+    if args.tokenizer is not None:
+        path = Path(args.tokenizer).expanduser()
+        if not path.exists():
+            path = resolve_model(
+                args.tokenizer,
+                revision=args.tokenizer_revision,
+                download_dir=args.download_dir,
+                hf_token=args.hf_token,
+                load_format="dummy",
+            ).path
+    own = files.gguf_file if path == files.path else None
+    tokenizer = load_tokenizer(path) if own is None else Tokenizer.from_gguf(own)
+    if args.chat_template is not None:
+        choose_template(tokenizer.chat_templates, args.chat_template)  # A wrong path is found now.
+    return tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -9,9 +9,12 @@ from pyvllm import AsyncLLM, RequestOutput, SamplingParams
 from pyvllm.outputs import CompletionOutput
 from pyvllm.sampling_params import RequestOutputKind
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 512, "block_size": 8}
+PATIENCE_S = 60.0
+"""How long anything may take that takes a moment on an idle machine. Nothing is to depend on it but failing tests."""
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_gpu_blocks_override": 16_384, "block_size": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+"""As long as the context: with `long_llama` it does not end, since an engine waits for a reader that is held up."""
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **options: Any) -> list[RequestOutput]:
@@ -35,19 +38,34 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[Comple
     return [whole[index] for index in sorted(whole)]
 
 
-async def wait_until_idle(llm: AsyncLLM, timeout_s: float = 10.0) -> None:
+async def open_streams(llm: AsyncLLM, count: int) -> list[asyncio.Task[None]]:
+    """Tasks that read endless streams, each of which has given something."""
+    started = asyncio.Semaphore(0)
+
+    async def read(i: int) -> None:
+        async for _ in llm.generate(f"endless {i}", ENDLESS):
+            started.release()
+
+    tasks = [asyncio.create_task(read(i)) for i in range(count)]
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(count):
+            await started.acquire()
+    return tasks
+
+
+async def wait_until_idle(llm: AsyncLLM) -> None:
     """Wait until the engine says that it holds nothing of any request."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         stats = llm.stats()
         held = (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_queued_tokens)
         if held == (0, 0, 0, 0) and stats.num_free_gpu_blocks == stats.num_gpu_blocks:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError(f"still held after {timeout_s} s: {held}, {stats.num_free_gpu_blocks} blocks free")
+    raise AssertionError(f"still held after {PATIENCE_S} s: {held}, {stats.num_free_gpu_blocks} blocks free")
 
 
-def is_gone(pid: int, timeout_s: float) -> bool:
+def is_gone(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """Whether a process ends within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:

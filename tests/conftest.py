@@ -2,11 +2,18 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# One thread, in the processes that tests start as well: tiny models gain nothing from more, and threads that wait for
+# one another are tens of times slower where other processes share the cores. Torch reads it when it is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 if not torch.cuda.is_available():
@@ -18,16 +25,14 @@ from pyvllm.hub import resolve_model
 from tests.idle import assert_idle, engine_of
 from tests.small_llm import OPTIONS
 
+# The same examples in each run, and none that fails because the machine was busy.
+hypothesis.settings.register_profile(
+    "pyvllm", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("pyvllm")
+
 TinyCheckpoint = Callable[..., Path]
 """`(family, overrides={}, seed=0) -> folder`; see `tiny_checkpoint`."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _threads() -> None:
-    """One thread: tiny models gain nothing from more, and threads that wait for one another are tens of times slower
-    where other processes share the cores.
-    """
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +79,24 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 def tiny_llama(tiny_checkpoint: TinyCheckpoint) -> Path:
     """The tiny LLaMA checkpoint."""
     return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="session")
+def long_llama(tiny_checkpoint: TinyCheckpoint) -> Path:
+    """The same with a context of 65,536 tokens: an answer that fills it takes most of a minute, so whatever holds a
+    test up for some seconds, the answer has not ended. Its engine needs 8,192 blocks of 8 tokens at least.
+    """
+    return tiny_checkpoint("llama", {"max_position_embeddings": 65_536})
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Programs that a test starts take SIGINT as they would in a terminal, even if this one was told to ignore it, as
+    programs are that a shell starts in the background: exec resets what is handled, not what is ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

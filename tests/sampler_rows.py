@@ -177,7 +177,13 @@ def naive_bits(key: tuple[int, int], token_ids: NDArray[np.integer]) -> NDArray[
 
 
 def naive_transform(values: NDArray[np.float64], row: Row, previous: Sequence[int]) -> NDArray[np.float64]:
+    """The order of vLLM: allowed ids, bad words, a grammar's mask, bias, then penalties."""
     values = values.copy()
+    if row.allowed is not None:
+        values[[i for i in range(len(values)) if i not in row.allowed]] = NEVER
+    values[row.banned] = NEVER
+    if row.mask is not None:
+        values[~row.mask] = NEVER
     for token, bias in row.bias.items():
         values[token] += np.float32(bias)
     counts: dict[int, int] = {}
@@ -188,11 +194,6 @@ def naive_transform(values: NDArray[np.float64], row: Row, previous: Sequence[in
         factor = np.float32(row.repetition)
         values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
         values[token] -= np.float32(row.frequency) * count + (np.float32(row.presence) if count else 0)
-    if row.allowed is not None:
-        values[[i for i in range(len(values)) if i not in row.allowed]] = NEVER
-    if row.mask is not None:
-        values[~row.mask] = NEVER
-    values[row.banned] = NEVER
     return values
 
 

@@ -22,7 +22,7 @@ from pyvllm import (
 )
 from pyvllm.inputs import parse_prompt
 from pyvllm.sampling_params import RequestOutputKind
-from tests.async_requests import ENDLESS, GREEDY, OPTIONS, collect, joined, wait_until_idle
+from tests.async_requests import ENDLESS, GREEDY, OPTIONS, collect, joined, open_streams, wait_until_idle
 from tests.small_llm import generate
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
@@ -30,8 +30,8 @@ KINDS = [DELTA, CUMULATIVE, FINAL_ONLY]
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_llama: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), **OPTIONS))
+def shared(long_llama: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(long_llama), **OPTIONS))
     yield llm
     llm.shutdown()
 
@@ -45,7 +45,7 @@ def use(shared: AsyncLLM) -> Use:
 
     def run(scenario: Callable[[AsyncLLM], Coroutine[Any, Any, Any]]) -> Any:
         async def whole() -> Any:
-            result = await asyncio.wait_for(scenario(shared), 60)
+            result = await asyncio.wait_for(scenario(shared), 300)
             await wait_until_idle(shared)
             await shared.check_health()
             return result
@@ -77,22 +77,29 @@ def requests(count: int) -> list[tuple[str, SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_llama: Path) -> list[Any]:
-    with LLM(str(tiny_llama), **OPTIONS) as llm:
+def expected(long_llama: Path) -> list[Any]:
+    with LLM(str(long_llama), **OPTIONS) as llm:
         asked = requests(64)
         return generate(llm, [prompt for prompt, _ in asked], [params for _, params in asked])
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """All is equal, log-probabilities to float32's rounding: which requests share a step depends on when they come."""
+    """All is equal, log-probabilities to float32's rounding."""
     for mine, its in zip(found, expected, strict=True):
         assert replace(mine, cumulative_logprob=None, logprobs=None) == replace(
             its, cumulative_logprob=None, logprobs=None
         )
         assert mine.cumulative_logprob == pytest.approx(its.cumulative_logprob, abs=1e-4)
-        for my_entry, its_entry in zip(mine.logprobs or [], its.logprobs or [], strict=True):
-            values = [{i: value.logprob for i, value in entry.items()} for entry in (my_entry, its_entry)]
-            assert values[0] == pytest.approx(values[1], abs=1e-4)
+        assert_close(mine.logprobs, its.logprobs)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Log-probabilities of a sequence are equal to float32's rounding."""
+    # The rows of a matrix product depend in their last bits on how many there are, and which requests share a step on
+    # when they come: the same ones offline, with other `max_num_seqs`, differ by up to 2e-5.
+    for mine, its in zip(found or [], expected or [], strict=True):
+        values = [{i: value.logprob for i, value in (entry or {}).items()} for entry in (mine, its)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 def test_equals_offline_generation_for_all_kinds_of_requests(use: Use, expected: list[Any]) -> None:
@@ -104,7 +111,8 @@ def test_equals_offline_generation_for_all_kinds_of_requests(use: Use, expected:
             assert outputs[-1].prompt == prompt
             assert outputs[-1].prompt_token_ids == whole.prompt_token_ids
             shown = [output.prompt_logprobs for output in outputs if output.prompt_logprobs]
-            assert shown[:1] == ([whole.prompt_logprobs] if whole.prompt_logprobs else [])
+            assert bool(shown) == bool(whole.prompt_logprobs)
+            assert_close(shown[0] if shown else None, whole.prompt_logprobs)
 
     use(scenario)
 
@@ -129,23 +137,9 @@ def test_256_at_once_lose_nothing_and_mix_nothing_up(use: Use) -> None:
     use(scenario)
 
 
-async def running(llm: AsyncLLM, count: int) -> list[asyncio.Task[Any]]:
-    """Tasks that read endless streams, each of which has given something."""
-    started = asyncio.Semaphore(0)
-
-    async def read(i: int) -> None:
-        async for _ in llm.generate(f"endless {i}", ENDLESS):
-            started.release()
-
-    tasks = [asyncio.create_task(read(i)) for i in range(count)]
-    for _ in range(count):
-        await started.acquire()
-    return tasks
-
-
 def test_cancelling_aborts_within_a_step(use: Use) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        tasks = await running(llm, 8)
+        tasks = await open_streams(llm, 8)
         assert llm.stats().num_running == 8
         tokens = llm.stats().generation_tokens
         for task in tasks:
@@ -154,9 +148,9 @@ def test_cancelling_aborts_within_a_step(use: Use) -> None:
             isinstance(result, asyncio.CancelledError)
             for result in await asyncio.gather(*tasks, return_exceptions=True)
         )
-        await wait_until_idle(llm, 2)
-        # What was under way when the aborts came, and no more.
-        assert llm.stats().generation_tokens - tokens < 8 * 100
+        await wait_until_idle(llm)
+        # What was under way when the aborts came, at most what the connection holds if this process is held up there.
+        assert llm.stats().generation_tokens - tokens < 8 * 2000
 
     use(scenario)
 
@@ -174,7 +168,7 @@ def test_leaving_the_loop_closing_and_forgetting_abort(use: Use) -> None:
         await anext(forgotten)
         del forgotten
         gc.collect()
-        await wait_until_idle(llm, 3)
+        await wait_until_idle(llm)
         assert llm._client.front.num_unfinished() == 0
 
     use(scenario)
@@ -184,7 +178,7 @@ def test_b116_others_finish_when_a_reader_is_dropped(use: Use) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         alone = [(await collect(llm, f"other {i}", GREEDY))[-1].outputs for i in range(3)]
         others = [asyncio.create_task(collect(llm, f"other {i}", GREEDY)) for i in range(3)]
-        (dropped,) = await running(llm, 1)
+        (dropped,) = await open_streams(llm, 1)
         dropped.cancel()
         assert [(await task)[-1].outputs for task in others] == alone
 
@@ -193,7 +187,7 @@ def test_b116_others_finish_when_a_reader_is_dropped(use: Use) -> None:
 
 def test_an_aborted_request_ends_with_what_it_has(use: Use) -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        whole = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True, n=2)
+        whole = SamplingParams(temperature=0, max_tokens=30_000, ignore_eos=True, n=2)
         outputs = []
         async for output in llm.generate("abort me", whole, "mine"):
             outputs.append(output)
@@ -212,10 +206,10 @@ def test_an_aborted_request_ends_with_what_it_has(use: Use) -> None:
 def test_b046_abort_leaves_no_sequence_running(use: Use) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         for i in range(20):
-            params = SamplingParams(n=4, max_tokens=400, ignore_eos=True, output_kind=DELTA)
+            params = SamplingParams(n=4, max_tokens=30_000, ignore_eos=True, output_kind=DELTA)
             async for _ in llm.generate("several", params, str(i)):
                 break
-        await wait_until_idle(llm, 2)
+        await wait_until_idle(llm)
 
     use(scenario)
 
@@ -260,18 +254,18 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
     ([], {}),
     ([1000], {}),
     ([-1], {}),
-    (list(range(250)) * 3, {}),
+    (list(range(250)) * 300, {}),
     ([1, 2], {"stop_token_ids": [999]}),
     ([1, 2], {"logprobs": 21}),
     ([1, 2], {"n": 257}),
-    ([1, 2], {"min_tokens": 600, "max_tokens": None}),
+    ([1, 2], {"min_tokens": 70_000, "max_tokens": None}),
     ([1, 2], {"logit_bias": {400: 1.0}}),
 ]
 
 
 @pytest.fixture(scope="module")
-def stepped(tiny_llama: Path) -> LLMEngine:
-    return LLMEngine.from_engine_args(EngineArgs(model=str(tiny_llama), **OPTIONS))
+def stepped(long_llama: Path) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(model=str(long_llama), **OPTIONS))
 
 
 @pytest.mark.parametrize(("prompt", "options"), REFUSED)
@@ -319,11 +313,11 @@ def test_s023_ids_that_begin_alike_are_told_apart(use: Use) -> None:
     use(scenario)
 
 
-def test_what_users_ask(use: Use, tiny_llama: Path) -> None:
+def test_what_users_ask(use: Use, long_llama: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         assert AsyncLLMEngine is AsyncLLM
         assert AsyncEngineArgs is EngineArgs
-        assert (llm.info.model, llm.info.max_model_len, llm.info.vocab_size) == (str(tiny_llama), 512, 320)
+        assert (llm.info.model, llm.info.max_model_len, llm.info.vocab_size) == (str(long_llama), 65_536, 320)
         assert await llm.get_tokenizer() is llm.tokenizer
         assert await llm.encode([parse_prompt("the"), parse_prompt([1, 2])]) == [
             llm.tokenizer.encode("the") if llm.tokenizer else [],

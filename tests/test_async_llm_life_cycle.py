@@ -7,7 +7,7 @@ import pytest
 
 from pyvllm import AsyncLLM, EngineArgs, EngineDeadError, QueueFullError, SamplingParams
 from pyvllm.inputs import parse_prompt
-from tests.async_requests import GREEDY, OPTIONS, collect
+from tests.async_requests import GREEDY, OPTIONS, PATIENCE_S, collect
 
 
 def make(tiny_llama: Path) -> AsyncLLM:
@@ -45,14 +45,14 @@ def test_r020_no_more_wait_than_may(tiny_llama: Path) -> None:
 
 def test_drain_takes_nothing_new_and_shutdown_may_come_twice(tiny_llama: Path) -> None:
     async def drain(llm: AsyncLLM) -> None:
-        last = asyncio.create_task(collect(llm, "x", SamplingParams(max_tokens=100, ignore_eos=True)))
-        await asyncio.sleep(0.05)
-        draining = asyncio.create_task(llm.drain(30))
+        (ids,) = await llm.encode([parse_prompt("x")])
+        last = llm.submit("last", parse_prompt("x"), ids, SamplingParams(max_tokens=100, ignore_eos=True))
+        draining = asyncio.create_task(llm.drain(PATIENCE_S))
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="shutting down"):
             await collect(llm, "y", GREEDY)
         assert await draining
-        assert (await last)[-1].outputs[0].finish_reason == "length"
+        assert [output async for output in last][-1].completions[0].finish_reason == "length"
 
     llm = make(tiny_llama)
     asyncio.run(drain(llm))
@@ -66,8 +66,7 @@ def test_drain_takes_nothing_new_and_shutdown_may_come_twice(tiny_llama: Path) -
 
 def test_r013_what_is_left_after_draining_ends_with_an_error(tiny_llama: Path) -> None:
     async def scenario() -> None:
-        args = EngineArgs(model=str(tiny_llama), **(OPTIONS | {"num_gpu_blocks_override": 4096}))
-        llm = AsyncLLM.from_engine_args(args)
+        llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), **OPTIONS))
         (ids,) = await llm.encode([parse_prompt("x")])
         slow = SamplingParams(n=64, max_tokens=500, ignore_eos=True)
         stream = llm.submit("slow", parse_prompt("x"), ids, slow)

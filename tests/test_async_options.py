@@ -1,6 +1,7 @@
 """Forms of outputs, bad words and failures in an engine in a process of its own."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pyvllm import LLM, AsyncLLM, EngineArgs, ParameterError, SamplingParams
 from pyvllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from pyvllm.tokenizer import Tokenizer
 from tests.async_requests import GREEDY, OPTIONS, collect, joined, wait_until_idle
 
 PROMPT = "the request"
@@ -47,7 +49,7 @@ def test_s026_a_form_that_cannot_be_compiled_ends_its_request_alone(llm: AsyncLL
         plain = asyncio.ensure_future(collect(llm, PROMPT, GREEDY))
         for fields in ({"regex": "("}, {"json": {"$ref": "#/nowhere"}}, {"grammar": "start: nothing"}):
             with pytest.raises(ParameterError, match=r"structured_outputs\.\w+ cannot be used"):
-                await asyncio.wait_for(collect(llm, PROMPT, form(**fields)), 5)
+                await collect(llm, PROMPT, form(**fields))
         assert len((await plain)[-1].outputs[0].token_ids) == 8
         await wait_until_idle(llm)
         await llm.check_health()
@@ -69,6 +71,24 @@ def test_words_expressions_and_truncation_travel(llm: AsyncLLM) -> None:
         assert cut.prompt_token_ids == [4, 5]
 
     asyncio.run(run())
+
+
+def test_words_of_many_prompts_become_tokens_once(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    real = Tokenizer.encode
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+
+    async def run() -> None:
+        for words in (["bad"], ["bad"], ["worse"], ["bad"]):
+            await collect(llm, [1, 2, 3], SamplingParams(bad_words=words, max_tokens=1))
+
+    asyncio.run(run())
+    assert [text for text in encoded if not text.startswith(" ")] == ["bad", "worse", "bad"]
 
 
 def test_functions_do_not_travel(llm: AsyncLLM) -> None:
@@ -108,6 +128,18 @@ def test_functions_that_the_engine_knows_have_names(llm: AsyncLLM) -> None:
 def test_functions_that_cannot_be_found(tiny_llama: Path, path: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(tiny_llama), logits_processors={"f": path}, **OPTIONS)
+
+
+def test_functions_beside_an_interactive_program_are_found(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_functions.py").write_text("thing = 5")
+    monkeypatch.chdir(tmp_path)
+    # As Python itself says that it looks in the working directory.
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    names = {"mine": "my_functions:thing"}
+    with pytest.raises(ValueError, match="must be a function, got 5"):
+        AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_llama), logits_processors=names, **OPTIONS))
 
 
 def test_names_and_functions_side_by_side_in_one_process(tiny_llama: Path) -> None:

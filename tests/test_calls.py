@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pyvllm import LLM, SamplingParams, calls
+from tests.async_requests import PATIENCE_S
 from tests.conftest import TinyCheckpoint
 from tests.idle import assert_idle, engine_of
 
@@ -76,7 +77,7 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_works(llm: LLM) -> None:
         # In a thread, so that waiting for ever is a failure of this test and not its own end.
         thread = threading.Thread(target=lambda: results.append(tokens(llm, "the")), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert results == [expected], f"after an interrupt at place {place}"
         assert_idle(engine_of(llm))
         results.clear()

@@ -1,11 +1,9 @@
 """The command line: what it prints, where, and with which exit status."""
 
 import io
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from pyvllm import LLM, SamplingParams, __version__
 from pyvllm.cli import main
+from tests.async_requests import PATIENCE_S
 from tests.conftest import TinyCheckpoint
 
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "64", "--temperature", "0"]
@@ -70,6 +69,14 @@ def test_generate_a_text_of_a_form(model: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out in ("heads\n", "tails\n")
     assert run("generate", model, "-p", "the", "--structured-outputs", '{"regex": "("}', *FLAGS) == 2
     assert "structured_outputs.regex cannot be used" in capsys.readouterr().err
+
+
+def test_generate_with_functions_on_logits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--logits-processors={name}=tests.some_processors:{name}" for name in ("saying", "next_one")]
+    assert run("generate", model, "-p", "abc", flags[0], *FLAGS) == 0
+    assert capsys.readouterr().out == "abc\n"
+    assert run("generate", model, "-p", "abc", *flags, "--max-tokens", "3", *FLAGS) == 0
+    assert capsys.readouterr().out == "bcd\n"
 
 
 def test_generate_from_a_file_and_from_stdin(
@@ -186,7 +193,10 @@ def test_bad_input_is_one_line_and_status_2(
         (["generate", "M", "--structured-outputs", "{"], "argument --structured-outputs: not JSON"),
         (["generate", "M", "--structured-outputs", '{"form": 1}'], "unexpected keyword argument 'form'"),
         (["generate", "M", "--structured-outputs", '{"regex": 1}'], "structured_outputs must be a StructuredOutputsP"),
-        (["generate", "M", "--logits-processors", "f"], "argument --logits-processors: not JSON"),
+        (
+            ["generate", "M", "--logits-processors", "f"],
+            "argument --logits-processors: must be name=value or a JSON object",
+        ),
         (["generate", "M", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["generate", "M", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["generate", "M", "--logprobs", "3"], "unrecognized arguments: --logprobs"),  # only text is printed
@@ -232,18 +242,19 @@ def test_module_runs_as_a_program(model: str, texts: dict[str, str]) -> None:
     assert done.stderr == ""
 
 
-def test_ctrl_c_ends_generate(model: str) -> None:
-    command = [sys.executable, "-m", "pyvllm", "generate", model, "-p", "the", "--max-tokens", "500", "--ignore-eos"]
-    flags = ["--n", "64", "--device", "cpu", "--dtype", "float32"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_generate(long_llama: Path) -> None:
+    command = [sys.executable, "-m", "pyvllm", "generate", str(long_llama), "-p", "the", "--n", "2", "--ignore-eos"]
+    flags = ["--max-tokens", "60000", "--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "8192"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*command, *flags], text=True, env=environment, **pipes) as child:
-        assert child.stdout is not None
-        assert child.stdout.read(1) == "["
-        time.sleep(0.5)
-        sent = time.monotonic()
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=30)
-        assert child.returncode == 130
-        assert time.monotonic() - sent < 2
-        assert "Traceback" not in errors
+    with subprocess.Popen([*command, *flags], **pipes) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"[1/2] the\n"
+            assert child.stdout.read(1)  # Now it generates, which would take minutes.
+            child.send_signal(signal.SIGINT)
+            _, errors = child.communicate(timeout=PATIENCE_S)
+            assert child.returncode == 130
+            assert b"Traceback" not in errors
+        finally:
+            child.kill()

@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pyvllm import LLM, SamplingParams
+from tests.async_requests import PATIENCE_S
 from tests.small_llm import generate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -25,7 +26,7 @@ ON_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 def test_asyncio_worker(tiny_llama: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "embed_asyncio.py"), str(tiny_llama)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=ON_CPU)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=ON_CPU)
     lines = done.stdout.splitlines()
     assert len(lines) == 24
     assert lines[0].startswith("The number 0 is ...")
@@ -33,27 +34,21 @@ def test_asyncio_worker(tiny_llama: Path) -> None:
 
 
 @pytest.fixture
-def service(tiny_llama: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "embed_fastapi.py"), str(tiny_llama), str(port)], env=ON_CPU
-    )
-    url = f"http://127.0.0.1:{port}"
+def service(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
+    log = tmp_path / "log"
+    command = [sys.executable, str(EXAMPLES / "embed_fastapi.py"), str(tiny_llama), "0"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=ON_CPU, stderr=file)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health").close()
-                break
-            except urllib.error.URLError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-        yield url
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while (found := re.search(r"running on (http://[\d.:]+)", log.read_text())) is None:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        urllib.request.urlopen(f"{found[1]}/health").close()
+        yield found[1]
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,54 +13,40 @@ from typing import Any
 import pytest
 
 from pyvllm import LLM, AsyncLLM, EngineArgs, EngineDeadError, EngineGenerateError, SamplingParams
-from tests.async_requests import ENDLESS, GREEDY, OPTIONS, collect, is_gone, wait_until_idle
+from pyvllm.engine_client import HEARTBEAT_TIMEOUT_S
+from tests.async_requests import ENDLESS, GREEDY, OPTIONS, PATIENCE_S, collect, is_gone, open_streams, wait_until_idle
 
 Start = Callable[..., AsyncLLM]
 
 
 @pytest.fixture
-def start(tiny_llama: Path) -> Iterator[Start]:
+def start(long_llama: Path) -> Iterator[Start]:
     """Start an engine that ends with the test."""
     started: list[AsyncLLM] = []
 
     def make(**timeouts: float) -> AsyncLLM:
-        args = EngineArgs(model=str(tiny_llama), **OPTIONS)
+        args = EngineArgs(model=str(long_llama), **OPTIONS)
         started.append(AsyncLLM.from_engine_args(args, **timeouts))  # type: ignore[arg-type]
         return started[-1]
 
     yield make
     for llm in started:
         llm.shutdown()
-        assert is_gone(llm.pid, 0)
+        assert is_gone(llm.pid)
 
 
-async def open_streams(llm: AsyncLLM, count: int) -> list[asyncio.Task[Any]]:
-    """Tasks that read streams without an end in sight, each of which has given something."""
-    started = asyncio.Semaphore(0)
-
-    async def read(i: int) -> None:
-        while True:
-            async for _ in llm.generate(f"endless {i}", ENDLESS):
-                started.release()
-
-    tasks = [asyncio.create_task(read(i)) for i in range(count)]
-    for _ in range(count):
-        await started.acquire()
-    return tasks
-
-
-async def all_fail(llm: AsyncLLM, tasks: list[asyncio.Task[Any]], timeout_s: float, reason: str) -> None:
-    """All streams end with an error in time, and so does whatever is asked later."""
-    done, pending = await asyncio.wait(tasks, timeout=timeout_s)
+async def all_fail(llm: AsyncLLM, tasks: list[asyncio.Task[Any]], reason: str) -> None:
+    """All streams end with an error, and so does whatever is asked later."""
+    done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
     assert not pending
     assert {type(task.exception()) for task in done} == {EngineDeadError}
     assert all(reason in str(task.exception()) for task in done)
     for use in (llm.check_health(), collect(llm, "x", GREEDY), llm.snapshot(), llm.reset_prefix_cache()):
         with pytest.raises(EngineDeadError, match=reason):
-            await asyncio.wait_for(use, 1)
+            await asyncio.wait_for(use, PATIENCE_S)
     assert llm.errored
     assert not llm.is_running
-    assert is_gone(llm.pid, 2)
+    assert is_gone(llm.pid)
 
 
 def test_r001_killed(start: Start) -> None:
@@ -67,7 +54,7 @@ def test_r001_killed(start: Start) -> None:
         llm = start()
         tasks = await open_streams(llm, 8)
         os.kill(llm.pid, signal.SIGKILL)
-        await all_fail(llm, tasks, 5, "was killed by SIGKILL")
+        await all_fail(llm, tasks, "was killed by SIGKILL")
 
     asyncio.run(scenario())
 
@@ -77,7 +64,10 @@ def test_r002_stopped(start: Start) -> None:
         llm = start()
         tasks = await open_streams(llm, 8)
         os.kill(llm.pid, signal.SIGSTOP)
-        await all_fail(llm, tasks, 5, "gave no sign of life for")
+        await all_fail(llm, tasks, "gave no sign of life for")
+        silence = re.search(r"for ([\d.]+) s", str(llm.dead_error))
+        assert silence is not None
+        assert HEARTBEAT_TIMEOUT_S <= float(silence[1]) < 5
 
     asyncio.run(scenario())
 
@@ -86,21 +76,27 @@ def test_killed_while_idle_and_between_two_loops(start: Start) -> None:
     llm = start()
     asyncio.run(collect(llm, "x", GREEDY))
     os.kill(llm.pid, signal.SIGKILL)
-    assert is_gone(llm.pid, 5)
+    assert is_gone(llm.pid)
     with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
         asyncio.run(llm.check_health())
     with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
         asyncio.run(collect(llm, "x", GREEDY))
 
 
-def test_a_loop_that_is_held_up_takes_nobody_for_dead(start: Start) -> None:
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_time_in_which_a_loop_or_the_machine_is_held_up_does_not_count(
+    start: Start, monkeypatch: pytest.MonkeyPatch, reads_first: bool
+) -> None:
     async def scenario() -> None:
-        llm = start(heartbeat_timeout_s=1.5)
+        llm = start()
         (task,) = await open_streams(llm, 1)
-        time.sleep(3)  # what a careless program does
-        llm._client._watch()  # Some loops (uvloop) call what is due before what has come is read.
-        await asyncio.sleep(0.1)
-        await llm.check_health()
+        for _ in range(3):
+            clock = time.monotonic
+            monkeypatch.setattr(time, "monotonic", lambda clock=clock: clock() + 1000)
+            if not reads_first:
+                llm._client._watch()  # Some loops (uvloop) call what is due before what has come is read.
+            await asyncio.sleep(0.1)
+            await llm.check_health()
         task.cancel()
         await asyncio.wait([task])
         await wait_until_idle(llm)
@@ -154,9 +150,11 @@ def test_a_failed_step_loses_its_requests_and_no_more(start: Start, faults: Path
         llm = start()
         expected = (await collect(llm, "x", GREEDY))[-1].outputs
         for _ in range(2):
-            tasks = await open_streams(llm, 3)
+            tasks = await open_streams(
+                llm, 3
+            )  # None of them ends by itself, so each has a part in the step that fails.
             (faults / "once").touch()
-            await asyncio.wait(tasks, timeout=10)
+            await asyncio.wait(tasks, timeout=PATIENCE_S)
             assert {type(task.exception()) for task in tasks} == {EngineGenerateError}
             assert "planted" in str(tasks[0].exception())
             await llm.check_health()
@@ -176,7 +174,7 @@ def test_requests_that_come_while_a_step_fails_are_not_lost(start: Start, faults
         while (faults / "slowly").exists():  # until the engine is in the step that fails
             await asyncio.sleep(0.01)
         late = [asyncio.create_task(collect(llm, "x", GREEDY)) for _ in range(3)]
-        await asyncio.wait([early, *late], timeout=10)
+        await asyncio.wait([early, *late], timeout=PATIENCE_S)
         assert type(early.exception()) is EngineGenerateError
         assert [(await task)[-1].outputs for task in late] == [expected] * 3
 
@@ -191,12 +189,11 @@ def test_r003_an_engine_that_cannot_go_on_ends_all_streams(start: Start, faults:
         llm = start()
         tasks = await open_streams(llm, 4)
         (faults / fault).touch()
-        done, pending = await asyncio.wait(tasks, timeout=5)
+        done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert not pending
         # A step that fails ends its requests before it is known whether the engine can go on.
         assert {type(task.exception()) for task in done} <= {EngineDeadError, EngineGenerateError}
-        assert is_gone(llm.pid, 5)
-        await asyncio.sleep(0.1)
+        assert is_gone(llm.pid)
         with pytest.raises(EngineDeadError, match=reason):
             await llm.check_health()
 
@@ -205,12 +202,13 @@ def test_r003_an_engine_that_cannot_go_on_ends_all_streams(start: Start, faults:
 
 def test_r002_stuck_in_a_step(start: Start, faults: Path) -> None:
     async def scenario() -> None:
-        llm = start(stall_timeout_s=1.5)
-        await asyncio.sleep(2.5)  # Idle is not stuck.
+        llm = start(heartbeat_timeout_s=PATIENCE_S, stall_timeout_s=1.0)
         await llm.check_health()
-        tasks = await open_streams(llm, 4)
+        await asyncio.sleep(1.7)  # Idle is not stuck.
+        await llm.check_health()
         (faults / "hang").touch()
-        await all_fail(llm, tasks, 6, "has been in one step for")
+        tasks = [asyncio.create_task(collect(llm, f"endless {i}", ENDLESS)) for i in range(4)]
+        await all_fail(llm, tasks, "has been in one step for")
 
     asyncio.run(scenario())
 
@@ -262,6 +260,9 @@ def test_a_new_engine_has_done_nothing_yet_and_does_not_poll(start: Start) -> No
         fields = Path(f"/proc/{llm.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
-    before = ticks()
-    time.sleep(1.5)
-    assert ticks() - before <= 5  # of 150
+    def spent() -> int:
+        before = ticks()
+        time.sleep(1.5)
+        return ticks() - before
+
+    assert any(spent() <= 5 for _ in range(5))  # of 150

@@ -147,7 +147,7 @@ def test_b118_two_threads(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert found == {name: [alone[name]] * 5 for name in prompts}
 
 

@@ -156,10 +156,13 @@ def test_truncated_prompts_keep_their_end(llm: LLM) -> None:
 
 def test_truncation_to_the_models_length_leaves_room_for_output(tiny_llama: Path) -> None:
     with LLM(str(tiny_llama), max_model_len=32, **OPTIONS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=2, truncate_prompt_tokens=-1)
-        (output,) = generate(llm, [list(range(100, 180))], params)
-        assert output.prompt_token_ids == list(range(150, 180))
-        assert len(output.outputs[0].token_ids) == 2
+        for max_tokens, min_tokens, room in ((9, 0, 9), (None, 2, 2), (99, 0, 1)):
+            params = SamplingParams(
+                ignore_eos=True, truncate_prompt_tokens=-1, max_tokens=max_tokens, min_tokens=min_tokens
+            )
+            (output,) = generate(llm, [list(range(100, 180))], params)
+            assert output.prompt_token_ids == list(range(180 - 32 + room, 180))
+            assert len(output.outputs[0].token_ids) == room
         with pytest.raises(ParameterError, match="prompt_token_ids has 60 tokens"):
             generate(llm, [list(range(100, 180))], SamplingParams(truncate_prompt_tokens=60))
 
@@ -273,12 +276,12 @@ def test_a_clone_keeps_the_functions(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def modes(tiny_llama: Path) -> Iterator[Callable[[str, SamplingParams], CompletionOutput]]:
+def modes(tiny_llama: Path) -> Iterator[Callable[[str, SamplingParams], RequestOutput]]:
     llms = {
         mode: LLM(str(tiny_llama), logprobs_mode=mode, max_logprobs=-1, **OPTIONS)
         for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
     }
-    yield lambda mode, params: generate(llms[mode], PROMPT, params)[0].outputs[0]
+    yield lambda mode, params: generate(llms[mode], PROMPT, params)[0]
     for llm in llms.values():
         llm.close()
 
@@ -291,15 +294,17 @@ def modes(tiny_llama: Path) -> Iterator[Callable[[str, SamplingParams], Completi
         {"temperature": 0.5, "seed": 1},
         {"temperature": 2.0, "seed": 1, "top_k": 7},
         {"temperature": 1.5, "seed": 2, "top_p": 0.6, "min_p": 0.01, "allowed_token_ids": list(range(50, 90))},
+        {"temperature": 0.5, "seed": 2, "min_tokens": 1, "stop_token_ids": [3, 4]},
+        {"temperature": 0, "min_tokens": 1, "stop_token_ids": list(range(100))},
     ],
 )
 def test_what_log_probabilities_are_taken_from(
-    modes: Callable[[str, SamplingParams], CompletionOutput], fields: dict[str, Any]
+    modes: Callable[[str, SamplingParams], RequestOutput], fields: dict[str, Any]
 ) -> None:
     params = SamplingParams(logprobs=-1, max_tokens=1, ignore_eos=True, **fields)
     found = {}
     for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"):
-        completion = modes(mode, params)
+        completion = modes(mode, params).outputs[0]
         assert completion.logprobs is not None
         entries = completion.logprobs[0]
         assert next(iter(entries)) == completion.token_ids[0]
@@ -313,6 +318,7 @@ def test_what_log_probabilities_are_taken_from(
         expected[token_id] *= 1.5 if expected[token_id] < 0 else 1 / 1.5
     allowed = torch.zeros(320, dtype=torch.bool)
     allowed[fields.get("allowed_token_ids", list(range(320)))] = True
+    allowed[fields.get("stop_token_ids", [])] = False
     expected[~allowed] = -torch.inf
     expected /= fields["temperature"] or 1
     p = expected.softmax(-1)
@@ -326,6 +332,33 @@ def test_what_log_probabilities_are_taken_from(
     expected[p == 0] = -torch.inf
     torch.testing.assert_close(found["processed_logits"], expected, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(found["processed_logprobs"], expected.log_softmax(-1), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [0, 3, -1])
+def test_what_log_probabilities_of_prompts_are_taken_from(
+    modes: Callable[[str, SamplingParams], RequestOutput], prompt_logprobs: int
+) -> None:
+    """Nothing is drawn there, so nothing is processed."""
+    params = SamplingParams(prompt_logprobs=prompt_logprobs, max_tokens=1, temperature=0.5, top_k=2, seed=1)
+    whole = params.clone()
+    whole.prompt_logprobs = -1
+    for kind in ("logprobs", "logits"):
+        tables = {}
+        for mode in (f"raw_{kind}", f"processed_{kind}"):
+            rows = modes(mode, params).prompt_logprobs
+            assert rows is not None
+            assert rows[0] is None
+            tables[mode] = [{i: entry.logprob for i, entry in (row or {}).items()} for row in rows]
+        assert tables[f"raw_{kind}"] == tables[f"processed_{kind}"]
+        every = modes("raw_logits", whole).prompt_logprobs
+        assert every is not None
+        for token_id, found, row in zip(PROMPT[1:], tables[f"raw_{kind}"][1:], every[1:], strict=True):
+            assert row is not None
+            logits = torch.tensor([row[i].logprob for i in range(320)])
+            expected = logits.log_softmax(-1) if kind == "logprobs" else logits
+            best = range(320) if prompt_logprobs == -1 else logits.topk(prompt_logprobs).indices.tolist()
+            assert set(found) == {token_id, *best}
+            assert found == pytest.approx({i: float(expected[i]) for i in found}, abs=1e-5)
 
 
 def test_unknown_logprobs_mode() -> None:

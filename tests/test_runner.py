@@ -37,7 +37,7 @@ def test_steps_run_ahead_of_their_tokens(running: tuple[Any, Runner, Paged]) -> 
     assert [step.step for step in launched] == list(range(6))
     found: dict[int, list[int]] = {0: [], 1: []}
     for number, step in enumerate(launched):
-        token_ids, logprobs, table, prompt = step.wait()
+        token_ids, logprobs, table, prompt, _ = step.wait()
         assert token_ids.shape == logprobs.shape == (2, 1)
         assert table is None
         assert prompt is None
@@ -52,13 +52,13 @@ def test_rows_may_share_a_token_and_padding_is_dropped(running: tuple[Any, Runne
     model, runner, paged = running
     text = random_ids(7)
     entry = replace(paged.entry(0, text), num_rows=3)
-    token_ids, _, table, _ = runner.launch(plan_buffer([entry], block_size=4, num_logprobs=2)).wait()
+    token_ids, _, table, *_ = runner.launch(plan_buffer([entry], block_size=4, num_logprobs=2)).wait()
     logprobs = hf_logits(model, text)[-1].log_softmax(-1)
     assert token_ids.tolist() == [[int(logprobs.argmax())]] * 3
     assert table is not None
     torch.testing.assert_close(torch.from_numpy(table.logprobs[:, 1:]), logprobs.topk(2).values.expand(3, 2))
     padded = plan_buffer([paged.entry(0, [token_ids[0, 0]])], block_size=4, pad_to=4)
-    token_ids, sampled_logprobs, _, _ = runner.launch(padded).wait()
+    token_ids, sampled_logprobs, *_ = runner.launch(padded).wait()
     assert token_ids.shape == sampled_logprobs.shape == (1, 1)
 
 
@@ -70,7 +70,7 @@ def test_prompt_logprobs_equal_transformers(running: tuple[Any, Runner, Paged]) 
     runner = Runner(decoder, paged.kv, paged.kernels, max_num_seqs=8)
     rows = [(i, text[i + 1], 3) for i in range(149)]
     buffer = plan_buffer([paged.entry(0, text)], block_size=4, sections={"prompt_rows": rows})
-    _, _, _, table = runner.launch(buffer).wait()
+    *_, table, _ = runner.launch(buffer).wait()
     assert table is not None
     logprobs = hf_logits(model, text)[:-1].log_softmax(-1)
     own = logprobs.gather(1, torch.tensor(text[1:])[:, None])
@@ -99,7 +99,7 @@ def test_memory_of_prompt_logprobs_does_not_grow_with_the_prompt(
     text = random_ids(400)
     rows = [(i, text[i + 1], 0) for i in range(399)]
     entry = replace(paged.entry(0, text), num_rows=0)
-    token_ids, _, table, prompt = runner.launch(
+    token_ids, _, table, prompt, _ = runner.launch(
         plan_buffer([entry], block_size=4, sections={"prompt_rows": rows})
     ).wait()
     assert token_ids.shape == (0, 1)

@@ -174,6 +174,8 @@ def test_b065_contradictory_masks_stay_among_the_allowed(row: Row) -> None:
         assert one.token_ids.item() == 9
         nothing = sample_rows(torch.full_like(logits, NEVER), [seeded])
         assert nothing.token_ids.item() == 0
+        # What a processor leaves nothing of.
+        assert sample_rows(torch.full_like(logits, NEVER), [replace(seeded, allowed=[7, 9])]).token_ids.item() in (7, 9)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def engine(model: Path, setup: Setup) -> LLMEngine:
             dtype="float32",
             max_model_len=MAX_LEN,
             block_size=setup.block_size,
+            gpu_memory_gib=4,  # on a GPU that other processes use too
             num_gpu_blocks_override=setup.num_blocks,
             swap_space=setup.swap_blocks * bytes_per_block / 2**30,
             preemption_mode=setup.mode,

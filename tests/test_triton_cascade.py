@@ -11,12 +11,12 @@ import torch
 
 from pyvllm import placement
 from pyvllm.config import EngineArgs
+from pyvllm.hub import find_model
 from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import cascade_kind, paged_attention, plan_attention
 from pyvllm.kernels.triton.attention_config import AttentionConfig, CascadeConfig, DecodeConfig
 from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.kernels.triton.work_list import MAX_SHARED_SLOTS
-from pyvllm.loading import find_model
 from pyvllm.models import build_spec
 from pyvllm.placement import Layout, load_runner
 from pyvllm.step import StepView

@@ -15,6 +15,7 @@ import torch
 
 from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.kernels.triton.sampling_search import SamplingConfig
+from tests.distribution_cases import check_distribution
 from tests.sampler_rows import NEVER, Row, random_row, sample_rows, step_of
 from tests.sampling_cases import PLAIN, Where, check_best, check_logprobs, check_pick, picked
 
@@ -119,6 +120,11 @@ def test_the_batch_does_not_matter() -> None:
     values = torch.randn(12, 500)
     together = picked(values, rows, SMALL)
     assert [int(picked(values[i : i + 1], rows[i : i + 1], SMALL)) for i in range(12)] == together.tolist()
+
+
+@pytest.mark.parametrize("name", ["penalties then filters", "masks then filters", "everything"])
+def test_draws_of_the_list_that_all_samplers_share(name: str) -> None:
+    check_distribution(name, TRITON, vocab_size=40, draws=6)
 
 
 # --- penalties --------------------------------------------------------------------------------------------------------

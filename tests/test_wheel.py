@@ -27,7 +27,7 @@ def _run(command: list[str], cwd: Path, **variables: str) -> str:
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env = inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, f"{command} failed\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -89,7 +89,8 @@ class TransformersEngine:
         import torch
         import transformers
 
-        from pyvllm.loading import choose_device, find_model, resolve_dtype
+        from pyvllm.hub import find_model
+        from pyvllm.loading import choose_device, resolve_dtype
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

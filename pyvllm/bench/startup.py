@@ -38,7 +38,7 @@ class Startup:
 
         Raises `RuntimeError` if a process fails; its own error is on stderr then.
         """
-        from pyvllm.loading import find_model
+        from pyvllm.hub import find_model
 
         with bench_args(self._args) as args:
             files = find_model(args)

@@ -15,6 +15,7 @@ from pyvllm.engine import Engine, Launched, StepRunner
 
 if TYPE_CHECKING:
     from pyvllm.logits_processors import ProcessedRow
+    from pyvllm.step import StepResult
 
 PARTS: Final = ("schedule", "launch", "wait", "commit")
 """In the order in which a step does them; `wait`: until what a step sampled is there."""
@@ -48,21 +49,19 @@ class _TimedLaunched:
     """A launched step whose wait is timed."""
 
     def __init__(self, launched: Launched, times: _Times) -> None:
-        self._launched, self._times = launched, times
+        self.launched, self._times = launched, times
 
     @property
     def step(self) -> int:
-        return self._launched.step
+        return self.launched.step
 
     @property
     def failures(self) -> dict[str, Exception]:
-        return self._launched.failures
+        return self.launched.failures
 
-    def wait(
-        self,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], _core.LogprobTable | None, _core.LogprobTable | None]:
+    def wait(self) -> StepResult:
         begin = time.perf_counter_ns()
-        sampled = self._launched.wait()
+        sampled = self.launched.wait()
         self._times["wait"].append(time.perf_counter_ns() - begin)
         return sampled
 
@@ -97,11 +96,16 @@ class StepClock:
         self._scheduler, self._runner = engine._scheduler, engine._runner
         engine._scheduler = cast(_core.Scheduler, _TimedScheduler(engine._scheduler, self._times))
         engine._runner = _TimedRunner(engine._runner, self._times)
+        # One step ahead, the first step waits for what was launched before; what the last launches is waited for later.
+        if engine._pending is not None:
+            engine._pending = _TimedLaunched(engine._pending, self._times)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._engine._runner = self._runner
+        if isinstance(self._engine._pending, _TimedLaunched):
+            self._engine._pending = self._engine._pending.launched
         if isinstance(self._engine._scheduler, _TimedScheduler):  # type: ignore[unreachable]
             self._engine._scheduler = self._scheduler  # type: ignore[unreachable]

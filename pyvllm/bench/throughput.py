@@ -206,7 +206,7 @@ def run(engine_args: EngineArgs, options: ThroughputOptions) -> None:
 
 
 def _vocab_size(args: EngineArgs) -> int:
-    from pyvllm.loading import find_model
+    from pyvllm.hub import find_model
 
     return int((find_model(args).config | (args.hf_overrides or {}))["vocab_size"])
 
@@ -216,7 +216,8 @@ def _ideal(args: EngineArgs, options: ThroughputOptions) -> Callable[[Workload],
     if options.bandwidth_tb_s is None or options.tflops is None:
         return None
     from pyvllm.bench.roofline import Hardware, ideal_seconds, model_cost, step_limits
-    from pyvllm.loading import choose_device, find_model, resolve_dtype
+    from pyvllm.hub import find_model
+    from pyvllm.loading import choose_device, resolve_dtype
     from pyvllm.models import build_spec
 
     files, device = find_model(args), choose_device(args)

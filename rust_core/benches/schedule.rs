@@ -105,7 +105,7 @@ impl Engine {
     fn commit(&mut self, plan: &StepPlan) {
         let rows = plan.header(Header::NumRows) as usize;
         let (token_ids, logprobs) = (&self.tokens[..rows], &self.logprobs[..rows]);
-        let sampled = Sampled { token_ids, logprobs, sample_table: None, prompt_table: None };
+        let sampled = Sampled { token_ids, logprobs, ..Sampled::default() };
         black_box(self.scheduler.commit(plan.step, sampled).expect("the step is the oldest one"));
     }
 

@@ -13,6 +13,7 @@ use crate::limits::in_use;
 use crate::output::{LogprobTable, Timing};
 use crate::processor::Processor;
 use crate::request::{SamplingParams, top_count};
+use crate::rows::mix;
 use crate::scheduler::Scheduler;
 use crate::sequence::{Group, History, Request, Sequence, State};
 use crate::stop_regex::StopRegexes;
@@ -85,7 +86,8 @@ impl Scheduler {
         }
         self.next_arrival += 1;
         self.seed_state = self.seed_state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let seed = params.seed.filter(|&seed| seed != -1).map_or(self.seed_state, |seed| seed as u64);
+        // Mixed, so that sequences of engines whose seeds are neighbours do not share theirs.
+        let seed = params.seed.filter(|&seed| seed != -1).map_or_else(|| mix(self.seed_state), |seed| seed as u64);
         let vocab_size = self.config.vocab_size;
         let named = |processors: &HashMap<String, Processor>| {
             params.logits_processors.iter().filter_map(|name| processors.get(name).cloned()).collect()

@@ -7,7 +7,8 @@
 
 use crate::block_manager::BlockManager;
 use crate::detokenizer::Vocabulary;
-use crate::request::EarlyStopping;
+use crate::output::{Completion, FinishReason};
+use crate::request::{EarlyStopping, OutputKind};
 use crate::sequence::{Group, History, Request, Sequence, Sequences};
 
 /// An ended beam.
@@ -29,15 +30,26 @@ pub struct BeamSearch {
     pub told: Vec<(usize, usize)>,
 }
 
-/// What one beam's row offers: its best tokens with their log-probabilities, and the row's log-probability table.
+/// What one beam's row offers: its best tokens with what they add to its score, and what is told of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Offer<'a> {
     /// Token ids, best first.
     pub token_ids: &'a [i32],
-    /// Their log-probabilities.
+    /// Their log-probabilities after bias, penalties and masks; not finite for what cannot follow.
     pub logprobs: &'a [f32],
+    /// Their log-probabilities and ranks as the request wants them told, if these are others.
+    pub told: Option<(&'a [f32], &'a [i32])>,
     /// Best tokens and log-probabilities of the row (columns from 1), if the request wants them.
     pub top: Option<(&'a [i32], &'a [f32])>,
+}
+
+/// Why a search cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stuck {
+    /// Its grammar takes too much work, or does not take a token.
+    Grammar(String),
+    /// No beam has a token that may follow, and none has ended.
+    NothingFollows,
 }
 
 struct Candidate {
@@ -82,6 +94,65 @@ impl BeamSearch {
         is_new.then_some((count, certain))
     }
 
+    /// What a search tells: its results if it has `finished`, until then what they all begin with, if there is news of
+    /// that. One that was ended by an error while it had beams running tells what was told before.
+    pub fn completions(&mut self, sequences: &[Sequence], request: &Request, finished: bool) -> Vec<Completion> {
+        let n = request.params.n as usize;
+        if !finished {
+            return self.tell_certain(sequences, request);
+        }
+        let best = self.hypotheses.iter().take(n).map(|hypothesis| &hypothesis.history).enumerate();
+        let whole = |(i, history): (usize, &History)| {
+            let part = self.part(i, history, (history.text.len(), history.output.len()), request);
+            let (reason, stop) = history.finish.clone().unzip();
+            Completion {
+                cumulative_logprob: Some(history.cumulative_logprob),
+                finish_reason: reason,
+                stop_reason: stop.flatten(),
+                ..part
+            }
+        };
+        let (mut parts, reason): (Vec<_>, _) = match sequences.first() {
+            None => (best.map(whole).collect(), FinishReason::Abort),
+            Some(_) => (Vec::new(), FinishReason::Error),
+        };
+        // Results that had begun, but whose last beams had no token to go on with.
+        let histories = sequences.iter().map(|sequence| &sequence.history);
+        let known = histories.chain(self.hypotheses.iter().map(|hypothesis| &hypothesis.history)).next();
+        let count = if sequences.is_empty() { self.told.len() } else { n };
+        for i in parts.len()..count {
+            let told = self.told.get(i).copied().unwrap_or_default();
+            let part = known.map(|history| self.part(i, history, told, request));
+            parts.extend(part.map(|part| Completion { finish_reason: Some(reason), ..part }));
+        }
+        parts
+    }
+
+    fn tell_certain(&mut self, sequences: &[Sequence], request: &Request) -> Vec<Completion> {
+        let Some((count, certain)) = self.news(sequences, request) else { return Vec::new() };
+        let Some(running) = sequences.first() else { return Vec::new() };
+        let parts = (0..count).map(|i| self.part(i, &running.history, certain, request)).collect();
+        self.told.resize(count.max(self.told.len()), certain);
+        self.told.iter_mut().take(count).for_each(|told| *told = certain);
+        parts
+    }
+
+    /// The first `(bytes of text, tokens)` of a result; of these, for delta outputs, what has not been told.
+    fn part(&self, index: usize, history: &History, (text, tokens): (usize, usize), request: &Request) -> Completion {
+        let is_delta = request.params.output_kind == OutputKind::Delta;
+        let told = self.told.get(index).copied().filter(|_| is_delta);
+        let (text_from, tokens_from) = told.unwrap_or_default();
+        Completion {
+            index,
+            text: history.text[text_from..text].to_owned(),
+            token_ids: history.output[tokens_from..tokens].to_vec(),
+            cumulative_logprob: None,
+            logprobs: history.logprobs.as_ref().map(|table| table.range(tokens_from, tokens)),
+            finish_reason: None,
+            stop_reason: None,
+        }
+    }
+
     fn add(&mut self, score: f32, history: History) {
         let at = self.hypotheses.partition_point(|known| known.score >= score);
         self.hypotheses.insert(at, Hypothesis { score, history });
@@ -99,14 +170,15 @@ fn normalizer(length: usize, penalty: f64) -> f32 {
 }
 
 /// Take in one step of a beam group: its offers are in the order of its sequences. Returns true when the search has
-/// ended; the group's sequences then hold no blocks, and the hypotheses are the result.
+/// ended; the group's sequences then hold no blocks, and the hypotheses, at least one, are the result. Fails, without
+/// changing a sequence, if a grammar cannot be followed, or if nothing may follow and no hypothesis is there.
 pub fn advance(
     group: &mut Group,
     offers: &[Offer],
     blocks: &mut BlockManager,
     vocabulary: Option<&Vocabulary>,
-) -> bool {
-    let Group { request, sequences, beam: Some(beam), .. } = group else { return true };
+) -> Result<bool, Stuck> {
+    let Group { request, sequences, beam: Some(beam), .. } = group else { return Ok(true) };
     let length = sequences[0].history.output.len() + 1;
     let penalty = request.params.length_penalty;
     let early = request.params.early_stopping;
@@ -115,12 +187,18 @@ pub fn advance(
         if survivors.len() == beam.width {
             break;
         }
-        let taken = take(&candidate, sequences, offers, request, vocabulary);
+        let mut taken = take(&candidate, sequences, offers, request, vocabulary);
+        if let Some(why) = taken.history.grammar_error.take() {
+            return Err(Stuck::Grammar(why));
+        }
         if taken.history.finish.is_none() {
             survivors.push(taken);
         } else if place < beam.width {
             beam.add(candidate.score / normalizer(length, penalty), taken.history);
         }
+    }
+    if survivors.is_empty() && beam.hypotheses.is_empty() {
+        return Err(Stuck::NothingFollows);
     }
     let best_running = survivors.first().map(|taken| taken.history.cumulative_logprob);
     let longest = if early == EarlyStopping::Never && penalty > 0.0 { request.max_output } else { length };
@@ -130,7 +208,7 @@ pub fn advance(
     };
     let ended = !best_running.is_some_and(can_improve) || (early == EarlyStopping::Always && beam.is_full());
     replace(sequences, if ended { Vec::new() } else { survivors }, blocks);
-    ended
+    Ok(ended)
 }
 
 /// The best K continuations over all beams, best first; equal ones by beam, then by the row's order.
@@ -158,12 +236,18 @@ fn take(
     let mut history = sequences[parent].history.clone();
     history.cumulative_logprob = score;
     if let Some(table) = &mut history.logprobs {
-        let (mut token_ids, mut logprobs) = (vec![offer.token_ids[rank]], vec![offer.logprobs[rank]]);
+        let (logprob, place) = if let Some((logprobs, ranks)) = offer.told {
+            (logprobs[rank], ranks[rank])
+        } else {
+            let own = offer.logprobs[rank];
+            (own, 1 + offer.logprobs.partition_point(|&better| better > own) as i32)
+        };
+        let (mut token_ids, mut logprobs) = (vec![offer.token_ids[rank]], vec![logprob]);
         if let Some((top_ids, top_logprobs)) = offer.top {
             token_ids.extend_from_slice(top_ids);
             logprobs.extend_from_slice(top_logprobs);
         }
-        table.push(&token_ids, &logprobs, rank as i32 + 1);
+        table.push(&token_ids, &logprobs, place);
     }
     history.accept(offer.token_ids[rank] as u32, request, vocabulary);
     Taken { parent, history }

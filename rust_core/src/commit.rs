@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::beam::{self, BeamSearch, Offer};
+use crate::beam::{self, Offer, Stuck};
 use crate::draft::{Flight, RowRef};
 use crate::error::{Error, Result};
 use crate::output::{Completion, LogprobTable, Output};
@@ -12,7 +12,7 @@ use crate::scheduler::Scheduler;
 use crate::sequence::{Group, History, Request, Sequence};
 
 /// What a step's sampler returned, in the order of its rows.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Sampled<'a> {
     /// rows × candidates ids; a beam row's candidates best first.
     pub token_ids: &'a [i32],
@@ -22,6 +22,9 @@ pub struct Sampled<'a> {
     pub sample_table: Option<&'a LogprobTable>,
     /// One row for each prompt row.
     pub prompt_table: Option<&'a LogprobTable>,
+    /// rows × candidates rows of one column: log-probabilities of candidates as they are to be told, if beams are
+    /// ranked by others.
+    pub candidate_table: Option<&'a LogprobTable>,
 }
 
 impl<'a> Sampled<'a> {
@@ -34,11 +37,14 @@ impl<'a> Sampled<'a> {
             }
         }
         let prompt_rows = flight.prompt_rows.iter().map(|(_, count)| count).sum();
-        for (name, table, rows, width) in [
-            ("sample_table", self.sample_table, flight.rows.len(), flight.table_width),
-            ("prompt_table", self.prompt_table, prompt_rows, flight.prompt_table_width),
+        let told_width = usize::from(self.candidate_table.is_some());
+        let any_more = usize::MAX;
+        for (name, table, rows, width, widest) in [
+            ("sample_table", self.sample_table, flight.rows.len(), flight.table_width, any_more),
+            ("prompt_table", self.prompt_table, prompt_rows, flight.prompt_table_width, any_more),
+            ("candidate_table", self.candidate_table, expected, told_width, 1),
         ] {
-            let fits = |table: &LogprobTable| table.len() == rows && table.width >= width.max(1);
+            let fits = |table: &LogprobTable| table.len() == rows && (width.max(1)..=widest).contains(&table.width);
             if !table.map_or(width == 0, fits) {
                 let found = table.map_or("no table".to_owned(), |table| format!("[{}, {}]", table.len(), table.width));
                 let message = format!("commit of step {}: {name} must be [{rows}, {width}], got {found}", flight.step);
@@ -77,8 +83,11 @@ impl Scheduler {
         while row < flight.rows.len() {
             row += self.commit_row(&flight, row, sampled, now, &mut touched);
         }
-        for (request_id, why) in std::mem::take(&mut self.broken) {
-            self.fail_grammar(&request_id, &why);
+        for (request_id, stuck) in std::mem::take(&mut self.broken) {
+            match stuck {
+                Stuck::Grammar(why) => self.fail_grammar(&request_id, &why),
+                Stuck::NothingFollows => drop(self.fail(&request_id, nothing_follows())),
+            }
         }
         Ok(touched.into_iter().filter_map(|slot| self.tell(slot)).collect())
     }
@@ -142,16 +151,17 @@ impl Scheduler {
             return;
         }
         let history = &mut sequence.history;
+        history.accept(sampled.token_ids[at] as u32, request, self.vocabulary.as_deref());
+        if let Some(why) = history.grammar_error.take() {
+            self.broken.push((Arc::clone(&request.request_id), Stuck::Grammar(why)));
+            return;
+        }
+        self.counters.generation_tokens += 1;
         if request.row_params[RowParam::NumLogprobs as usize] >= 0 {
             history.cumulative_logprob += sampled.logprobs[at];
         }
         if let (Some(table), Some((ids, logprobs, rank))) = (&mut history.logprobs, sampled.table_row(row)) {
             table.push(ids, logprobs, rank);
-        }
-        history.accept(sampled.token_ids[at] as u32, request, self.vocabulary.as_deref());
-        self.counters.generation_tokens += 1;
-        if let Some(why) = history.grammar_error.take() {
-            self.broken.push((Arc::clone(&request.request_id), why));
         }
         if history.finish.is_some() {
             self.blocks.release(std::mem::take(&mut sequence.table));
@@ -183,14 +193,25 @@ impl Scheduler {
         let k = flight.num_candidates;
         let mine = group.request.row_params[RowParam::NumCandidates as usize] as usize;
         let offers: Vec<Offer> = (row..row + rows)
-            .map(|row| Offer {
-                token_ids: &sampled.token_ids[row * k..row * k + mine],
-                logprobs: &sampled.logprobs[row * k..row * k + mine],
-                top: sampled.table_row(row).map(|(ids, logprobs, _)| (&ids[1..], &logprobs[1..])),
+            .map(|row| {
+                let candidates = row * k..row * k + mine;
+                let told = sampled.candidate_table;
+                Offer {
+                    token_ids: &sampled.token_ids[candidates.clone()],
+                    logprobs: &sampled.logprobs[candidates.clone()],
+                    told: told.map(|table| (&table.logprobs[candidates.clone()], &table.ranks[candidates])),
+                    top: sampled.table_row(row).map(|(ids, logprobs, _)| (&ids[1..], &logprobs[1..])),
+                }
             })
             .collect();
         group.sequences.iter_mut().for_each(|sequence| sequence.in_flight = sequence.in_flight.saturating_sub(1));
-        let ended = beam::advance(group, &offers, &mut self.blocks, self.vocabulary.as_deref());
+        let ended = match beam::advance(group, &offers, &mut self.blocks, self.vocabulary.as_deref()) {
+            Ok(ended) => ended,
+            Err(stuck) => {
+                self.broken.push((Arc::clone(&group.request.request_id), stuck));
+                return rows;
+            }
+        };
         self.counters.generation_tokens += group.sequences.len().max(1) as u64;
         if !ended {
             (0..group.sequences.len()).for_each(|index| self.publish(group, index));
@@ -241,6 +262,12 @@ impl Scheduler {
     }
 }
 
+fn nothing_follows() -> Error {
+    let message = "use_beam_search must leave a token for a beam to go on with: bad_words, allowed_token_ids, \
+                   structured_outputs and logits_processors together leave none";
+    Error::parameter("use_beam_search", message)
+}
+
 fn touch(group: &mut Group, slot: u32, touched: &mut Vec<u32>) {
     if !std::mem::replace(&mut group.touched, true) {
         touched.push(slot);
@@ -260,7 +287,7 @@ fn output(group: &mut Group, finished: bool) -> Output {
         prompt: group.request.prompt_text.clone(),
         prompt_token_ids: group.request.prompt.clone(),
         prompt_logprobs,
-        completions: completions(group),
+        completions: completions(group, finished),
         error: None,
         finished,
         num_cached_tokens: group.num_cached_tokens,
@@ -269,7 +296,7 @@ fn output(group: &mut Group, finished: bool) -> Output {
     }
 }
 
-fn completions(group: &mut Group) -> Vec<Completion> {
+fn completions(group: &mut Group, finished: bool) -> Vec<Completion> {
     let Group { request, sequences, beam, .. } = group;
     let wants_logprobs = request.row_params[RowParam::NumLogprobs as usize] >= 0;
     let whole = |index: usize, history: &History| Completion {
@@ -283,7 +310,7 @@ fn completions(group: &mut Group) -> Vec<Completion> {
     };
     let n = request.params.n as usize;
     if let Some(beam) = beam {
-        return beam_completions(beam, sequences, request, wants_logprobs);
+        return beam.completions(sequences, request, finished);
     }
     if request.params.ranks_outputs() {
         let mut ranked: Vec<&Sequence> = sequences.iter().collect();
@@ -294,42 +321,6 @@ fn completions(group: &mut Group) -> Vec<Completion> {
         return sequences.iter().map(|sequence| whole(sequence.index as usize, &sequence.history)).collect();
     }
     sequences.iter_mut().filter_map(|sequence| delta(sequence, request, wants_logprobs)).collect()
-}
-
-/// The results of a search that has ended; of one that goes on what they all begin with, if there is news of that.
-fn beam_completions(
-    beam: &mut BeamSearch,
-    sequences: &[Sequence],
-    request: &Request,
-    wants_logprobs: bool,
-) -> Vec<Completion> {
-    let is_delta = request.params.output_kind == OutputKind::Delta;
-    let part = |told: Option<&(usize, usize)>, index, history: &History, text: &str, num_tokens: usize, ended: bool| {
-        let (text_from, tokens_from) = told.copied().filter(|_| is_delta).unwrap_or_default();
-        Completion {
-            index,
-            text: text[text_from..].to_owned(),
-            token_ids: history.output[tokens_from..num_tokens].to_vec(),
-            cumulative_logprob: (wants_logprobs && ended).then_some(history.cumulative_logprob),
-            logprobs: history.logprobs.as_ref().map(|table| table.range(tokens_from, num_tokens)),
-            finish_reason: history.finish.as_ref().filter(|_| ended).map(|(reason, _)| *reason),
-            stop_reason: history.finish.as_ref().filter(|_| ended).and_then(|(_, stop)| stop.clone()),
-        }
-    };
-    let n = request.params.n as usize;
-    let Some(running) = sequences.first() else {
-        let best = beam.hypotheses.iter().take(n).map(|hypothesis| &hypothesis.history).enumerate();
-        let whole = |(i, history): (usize, &History)| {
-            part(beam.told.get(i), i, history, &history.text, history.output.len(), true)
-        };
-        return best.map(whole).collect();
-    };
-    let Some((count, certain)) = beam.news(sequences, request) else { return Vec::new() };
-    let (history, text) = (&running.history, &running.history.text[..certain.0]);
-    let parts = (0..count).map(|i| part(beam.told.get(i), i, history, text, certain.1, false)).collect();
-    beam.told.resize(count.max(beam.told.len()), certain);
-    beam.told.iter_mut().take(count).for_each(|told| *told = certain);
-    parts
 }
 
 /// What a sequence has to tell since the last time, if anything.

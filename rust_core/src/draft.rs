@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::cascade::{CascadeFinder, CascadeSections};
+use crate::grammar::write_masks;
 use crate::plan::{
     HEADER_LEN, Header, MAGIC, NUM_SCALARS, NUM_SECTIONS, ROW_PARAMS, SECTION_ALIGNMENT, Section, StepPlan,
 };
@@ -132,6 +133,7 @@ impl Draft {
         let mut extras = Extras::new();
         let mut buffer = self.fixed_sections(&mut sections, sizes, block_size);
         self.fill(&mut buffer, &sections, sizes, groups, block_size, &mut flight, &mut extras);
+        self.masks(groups, &flight, &mut extras);
         self.block_tables(&mut buffer, &mut sections, groups, block_size);
         let num_cascades = self.cascades(&mut buffer, &sections, cascade_blocks);
         self.variable_sections(&mut buffer, &mut sections, &extras);
@@ -157,7 +159,6 @@ impl Draft {
         buffer[NUM_SCALARS..HEADER_LEN].copy_from_slice(&sections.words);
         flight.num_candidates = extras.num_candidates as usize;
         flight.table_width = (extras.max_logprobs + 1) as usize;
-        self.broken.append(&mut extras.broken);
         (StepPlan { step, buffer, processed: extras.processed }, flight)
     }
 
@@ -225,6 +226,23 @@ impl Draft {
         for pad in flight.rows.len()..rows {
             row_token[pad] = pad as i32;
             row_params[pad * ROW_PARAMS..(pad + 1) * ROW_PARAMS].copy_from_slice(&PADDING_ROW);
+        }
+    }
+
+    /// Write the masks of the rows that have a grammar, and give the grammars back.
+    fn masks(&mut self, groups: &mut [Option<Box<Group>>], flight: &Flight, extras: &mut Extras) {
+        let failures = write_masks(&mut extras.grammars, &mut extras.mask_words);
+        for (&row, grammar) in extras.mask_rows.iter().zip(extras.grammars.drain(..)) {
+            let RowRef { slot, sequence, .. } = flight.rows[row as usize];
+            if let Some(group) = &mut groups[slot as usize] {
+                group.sequences[sequence as usize].history.grammar = Some(grammar);
+            }
+        }
+        for (i, why) in failures {
+            let slot = flight.rows[extras.mask_rows[i] as usize].slot;
+            if let Some(group) = &groups[slot as usize] {
+                self.broken.push((Arc::clone(&group.request.request_id), why));
+            }
         }
     }
 

@@ -24,15 +24,22 @@ pub enum Error {
 impl Error {
     /// An [`Error::Parameter`] with the message "`parameter` must be `expected`, got `value`".
     pub fn range(parameter: &str, expected: &str, value: impl std::fmt::Display) -> Self {
-        Self::Parameter {
-            parameter: parameter.to_owned(),
-            message: format!("{parameter} must be {expected}, got {value}"),
-        }
+        let value = shortened(value.to_string());
+        Self::parameter(parameter, format!("{parameter} must be {expected}, got {value}"))
     }
 
     /// An [`Error::Parameter`] with a message of its own.
     pub fn parameter(parameter: &str, message: impl Into<String>) -> Self {
         Self::Parameter { parameter: parameter.to_owned(), message: message.into() }
+    }
+}
+
+/// A value as messages show it: its beginning, if it is long.
+pub(crate) fn shortened(value: String) -> String {
+    const MOST: usize = 200;
+    match value.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &value[..end]),
+        None => value,
     }
 }
 

@@ -8,8 +8,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use llguidance::api::ParserLimits;
-use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
+use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
+use rayon::prelude::*;
 
 use crate::detokenizer::Vocabulary;
 use crate::guided::StructuredOutputs;
@@ -23,13 +24,19 @@ const MAX_THREADS: usize = 2;
 const STACK_BYTES: usize = 256 << 20;
 /// Compiled grammars that are kept for requests to come.
 const MAX_KEPT: usize = 8;
+/// With fewer masks in a step, handing them to several threads takes longer than making them.
+const MIN_PARALLEL: usize = 8;
 /// What stands for an end of sequence that no vocabulary has.
 const NO_TOKEN: u32 = u32::MAX;
 
-/// A grammar and how far a text has come in it. A clone shares what the grammar has learnt of its lexer.
+/// A grammar and how far a text has come in it. Clones share what they learn of its lexer, up to a limit.
 #[derive(Clone)]
 pub struct Grammar {
     matcher: Matcher,
+    /// What it was before any token; never used itself, so it has learnt nothing.
+    unused: Arc<Mutex<Matcher>>,
+    /// Those taken in.
+    tokens: Vec<u32>,
     /// Words of a mask.
     width: usize,
 }
@@ -41,29 +48,104 @@ impl fmt::Debug for Grammar {
 }
 
 impl Grammar {
+    fn new(matcher: Matcher, width: usize) -> Self {
+        Self { unused: Arc::new(Mutex::new(matcher.deep_clone())), matcher, tokens: Vec::new(), width }
+    }
+
+    /// Do something; if that fails, once more with a lexer of its own: the limit may have been reached by what others
+    /// wrote.
+    fn attempt<T>(&mut self, act: impl Fn(&mut Matcher) -> Result<T, String>) -> Result<T, String> {
+        act(&mut self.matcher).or_else(|why| {
+            self.matcher = self.unused.lock().map_err(|_| why)?.deep_clone();
+            self.matcher.consume_tokens(&self.tokens).map_err(one_line)?;
+            act(&mut self.matcher)
+        })
+    }
+
+    fn mask(&mut self) -> Result<SimpleVob, String> {
+        self.attempt(|matcher| matcher.compute_mask_or_eos().map_err(one_line))
+    }
+
     /// Take in a token. True if nothing can follow. Fails for a token that the mask does not have.
     pub fn accept(&mut self, token: u32) -> Result<bool, String> {
-        self.matcher.consume_token(token).map_err(one_line)?;
+        self.attempt(|matcher| matcher.consume_token(token).map_err(one_line)).map_err(|error| {
+            // The mask held it back, so nothing else was left.
+            if error.contains("doesn't satisfy the grammar") {
+                "allowed_token_ids, bad_words or logits_processors leave none of the tokens that it lets follow"
+                    .to_owned()
+            } else {
+                error
+            }
+        })?;
+        self.tokens.push(token);
         Ok(self.matcher.is_stopped())
     }
 
-    /// Append a bit for each token, 32 a word: 1 if it may come next. Ends of sequence may where the text may end.
-    /// Fails if that is too much work; nothing is appended then.
-    pub fn write_mask(&mut self, words: &mut Vec<i32>) -> Result<(), String> {
-        let mask = self.matcher.compute_mask_or_eos().map_err(one_line)?;
-        words.extend(mask.as_slice()[..self.width].iter().map(|&word| word as i32));
+    /// Write a bit for each token, 32 a word: 1 if it may come next. Ends of sequence may where the text may end.
+    /// Fails if that is too much work; nothing is written then.
+    fn write_mask(&mut self, words: &mut [i32]) -> Result<(), String> {
+        let mask = self.mask()?;
+        for (word, &bits) in words.iter_mut().zip(mask.as_slice()) {
+            *word = bits as i32;
+        }
         Ok(())
     }
 }
 
+/// A mask to be written, and its place among those of a step.
+struct Mask<'a> {
+    place: usize,
+    grammar: &'a mut Grammar,
+    words: &'a mut [i32],
+}
+
+impl Mask<'_> {
+    /// What all clones of one grammar have in common.
+    fn origin(&self) -> *const Mutex<Matcher> {
+        Arc::as_ptr(&self.grammar.unused)
+    }
+
+    fn is_like(&self, other: &Self) -> bool {
+        self.origin() == other.origin()
+    }
+
+    /// Its place and why, if it cannot be written.
+    fn write(&mut self) -> Option<(usize, String)> {
+        self.grammar.write_mask(self.words).err().map(|why| (self.place, why))
+    }
+}
+
+/// Append the masks of grammars of one vocabulary; why those failed, by index, whose masks allow everything.
+///
+/// Clones of one grammar wait for one another, so only different ones are worth several threads.
+#[allow(clippy::vec_box)] // they come from and go back to their sequences in their boxes
+pub(crate) fn write_masks(grammars: &mut [Box<Grammar>], words: &mut Vec<i32>) -> Vec<(usize, String)> {
+    let Some(width) = grammars.first().map(|grammar| grammar.width) else { return Vec::new() };
+    let start = words.len();
+    words.resize(start + grammars.len() * width, -1);
+    let each = grammars.iter_mut().zip(words[start..].chunks_mut(width)).enumerate();
+    let mut masks: Vec<Mask> = each.map(|(place, (grammar, words))| Mask { place, grammar, words }).collect();
+    masks.sort_by_key(Mask::origin);
+    if masks.len() < MIN_PARALLEL || masks[0].is_like(&masks[masks.len() - 1]) {
+        return masks.iter_mut().filter_map(Mask::write).collect();
+    }
+    let forms: Vec<_> = masks.chunk_by_mut(Mask::is_like).collect();
+    forms.into_par_iter().flat_map_iter(|own| own.iter_mut().filter_map(Mask::write)).collect()
+}
+
 /// An error in one line, not too long.
 fn one_line(error: impl fmt::Display) -> String {
+    const MOST: usize = 300;
     let text = error.to_string();
+    let text = text.split("<backtrace>").next().unwrap_or_default();
     if text.contains("NoExtensionBias") {
         return "no text fits it".to_owned();
     }
-    let words: Vec<&str> = text.split_whitespace().collect();
-    words.join(" ").chars().take(300).collect()
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let line = words(text);
+    // The cause of what is wrong with an expression comes after the expression, which may be long.
+    let line = text.rsplit_once("error: ").filter(|_| line.len() > MOST).map_or(line, |(_, cause)| words(cause));
+    line.chars().take(MOST).collect()
 }
 
 /// What a vocabulary is for grammars.
@@ -78,6 +160,8 @@ fn tok_env(vocabulary: &Vocabulary, vocab_size: usize, eos_token_ids: &[u32]) ->
 
 fn limits() -> ParserLimits {
     ParserLimits {
+        // An object may have some 1,200 properties.
+        max_items_in_row: 5_000,
         max_lexer_states: 25_000,
         max_grammar_size: 200_000,
         verbose_errors: false,
@@ -123,8 +207,8 @@ impl Shared {
         if let Some(error) = matcher.get_error() {
             return Err(one_line(error));
         }
-        let mut grammar = Grammar { matcher, width: self.vocab_size.div_ceil(32) };
-        grammar.write_mask(&mut Vec::new())?;
+        let mut grammar = Grammar::new(matcher, self.vocab_size.div_ceil(32));
+        grammar.mask()?;
         if let Ok(mut kept) = self.kept.lock() {
             kept.push_back((wanted.clone(), grammar.clone()));
             if kept.len() > MAX_KEPT {
@@ -137,9 +221,10 @@ impl Shared {
     fn known(&self, wanted: &StructuredOutputs) -> Option<Grammar> {
         let mut kept = self.kept.lock().ok()?;
         let at = kept.iter().position(|(known, _)| known == wanted)?;
-        let entry = kept.remove(at)?;
-        let grammar = entry.1.clone();
-        kept.push_back(entry);
+        let (wanted, mut grammar) = kept.remove(at)?;
+        // If its lexer has come to the limit, it gets another one here, for all requests to come.
+        grammar.mask().ok()?;
+        kept.push_back((wanted, grammar.clone()));
         Some(grammar)
     }
 }
@@ -154,6 +239,8 @@ struct Job {
 pub(crate) struct Compiler {
     shared: Arc<Shared>,
     jobs: VecDeque<Job>,
+    /// Those that need no compilation, since the grammar is kept.
+    known: Vec<(Owner, Compiled)>,
     sender: Sender<(Owner, Compiled)>,
     /// Locked by nobody else: a receiver alone cannot be in what several threads see.
     receiver: Mutex<Receiver<(Owner, Compiled)>>,
@@ -170,23 +257,28 @@ impl Compiler {
         let (sender, receiver) = channel();
         let (factory, kept) = (OnceLock::new(), Mutex::default());
         let shared = Arc::new(Shared { vocabulary, vocab_size, eos_token_ids, factory, kept });
-        Self { shared, jobs: VecDeque::new(), sender, receiver: Mutex::new(receiver) }
+        Self { shared, jobs: VecDeque::new(), known: Vec::new(), sender, receiver: Mutex::new(receiver) }
     }
 
     /// Whether a grammar is on its way.
     pub fn is_busy(&self) -> bool {
-        !self.jobs.is_empty()
+        !self.jobs.is_empty() || !self.known.is_empty()
     }
 
     pub fn submit(&mut self, owner: Owner, wanted: StructuredOutputs) {
+        if let Some(grammar) = self.shared.known(&wanted) {
+            self.known.push((owner, Ok(grammar)));
+            return;
+        }
         self.jobs.push_back(Job { owner, wanted, begun: None });
         self.start();
     }
 
     /// Grammars that are ready, and those that are not going to be.
     pub fn take(&mut self) -> Vec<(Owner, Compiled)> {
+        let mut known = std::mem::take(&mut self.known);
         if self.jobs.is_empty() {
-            return Vec::new();
+            return known;
         }
         let mut done: Vec<(Owner, Compiled)> =
             self.receiver.get_mut().map(|receiver| receiver.try_iter().collect()).unwrap_or_default();
@@ -198,8 +290,22 @@ impl Compiler {
             let at = self.jobs.iter().position(|job| job.owner == *owner);
             at.and_then(|at| self.jobs.remove(at)).is_some()
         });
+        if done.iter().any(|(_, compiled)| compiled.is_ok()) {
+            self.serve_waiting(&mut done);
+        }
         self.start();
-        done
+        known.append(&mut done);
+        known
+    }
+
+    /// Jobs that have not begun may want what has just been compiled.
+    fn serve_waiting(&mut self, done: &mut Vec<(Owner, Compiled)>) {
+        self.jobs.retain(|job| {
+            let known = if job.begun.is_none() { self.shared.known(&job.wanted) } else { None };
+            let waits = known.is_none();
+            done.extend(known.map(|grammar| (job.owner, Ok(grammar))));
+            waits
+        });
     }
 
     /// Begin jobs as far as there are threads for them.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
+use crate::gbnf::{is_gbnf, to_lark};
 
 /// Most bytes of a schema, expression, grammar, or of all choices together.
 const MAX_BYTES: usize = 1 << 18;
@@ -25,6 +26,8 @@ pub enum Constraint {
     Choice(Vec<String>),
     /// A grammar, in Lark's or GBNF's notation.
     Grammar(String),
+    /// Free text with tags whose content fits schemas, as JSON; see [`Tags`].
+    StructuralTag(String),
     /// Any JSON object.
     JsonObject,
 }
@@ -64,6 +67,10 @@ impl StructuredOutputs {
             }
             Constraint::Regex(regex) => at_most("regex", MAX_REGEX, regex.len()),
             Constraint::Grammar(grammar) => at_most("grammar", MAX_BYTES, grammar.len()),
+            Constraint::StructuralTag(tags) => {
+                at_most("structural_tag", MAX_BYTES, tags.len())?;
+                Tags::parse(tags).map(|_| ())
+            }
             Constraint::Choice(choices) => {
                 if choices.is_empty() || choices.len() > MAX_CHOICES || choices.iter().any(String::is_empty) {
                     return Err(wrong(format!(
@@ -87,10 +94,12 @@ impl StructuredOutputs {
             Constraint::Choice(choices) => {
                 let quoted: Vec<String> =
                     choices.iter().map(|choice| Value::from(choice.as_str()).to_string()).collect();
-                TopLevelGrammar::from_lark(format!("start: {}", quoted.join(" | ")))
+                // One terminal: as a rule, each choice would be an item of the parser.
+                TopLevelGrammar::from_lark(format!("start: CHOICE\nCHOICE: {}", quoted.join(" | ")))
             }
-            Constraint::Grammar(grammar) if grammar.contains("::=") => TopLevelGrammar::from_lark(lark(grammar)),
+            Constraint::Grammar(grammar) if is_gbnf(grammar) => TopLevelGrammar::from_lark(to_lark(grammar)),
             Constraint::Grammar(grammar) => TopLevelGrammar::from_lark(grammar.clone()),
+            Constraint::StructuralTag(tags) => TopLevelGrammar::from_lark(self.lark_of(&Tags::parse(tags)?)),
         })
     }
 
@@ -101,8 +110,32 @@ impl StructuredOutputs {
             Constraint::Regex(_) => "regex",
             Constraint::Choice(_) => "choice",
             Constraint::Grammar(_) => "grammar",
+            Constraint::StructuralTag(_) => "structural_tag",
             Constraint::JsonObject => "json_object",
         }
+    }
+
+    /// Any text, in which what follows a trigger is one of its tags.
+    fn lark_of(&self, tags: &Tags) -> String {
+        let quoted = |text: &str| Value::from(text).to_string();
+        let mut rules = vec!["TEXT: /(?s:.*)/".to_owned()];
+        let mut groups = Vec::new();
+        for (i, trigger) in tags.triggers.iter().enumerate() {
+            let own = tags.structures.iter().filter(|tag| tags.trigger_of(tag) == Some(i));
+            let forms: Vec<String> = own
+                .map(|tag| {
+                    let schema = self.with_options(tag.schema.clone());
+                    format!("{} %json {schema} {}", quoted(&tag.begin[trigger.len()..]), quoted(&tag.end))
+                })
+                .collect();
+            if forms.is_empty() {
+                continue;
+            }
+            rules.push(format!("open_{i}[lazy]: TEXT {}", quoted(trigger)));
+            rules.push(format!("tag_{i}: open_{i} ({})", forms.join(" | ")));
+            groups.push(format!("tag_{i}"));
+        }
+        format!("start: ({})* TEXT\n{}\n", groups.join(" | "), rules.join("\n"))
     }
 
     fn with_options(&self, mut schema: Value) -> Value {
@@ -121,6 +154,52 @@ impl StructuredOutputs {
             fields.insert("x-guidance".to_owned(), options);
         }
         schema
+    }
+}
+
+/// Tags in free text, with vLLM's names.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tags {
+    #[serde(default, rename = "type")]
+    _kind: Option<String>,
+    structures: Vec<Tag>,
+    /// Texts that only tags may follow: each tag begins with one.
+    triggers: Vec<String>,
+}
+
+/// What stands between `begin` and `end` fits a schema.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tag {
+    begin: String,
+    schema: Value,
+    #[serde(default)]
+    end: String,
+}
+
+impl Tags {
+    fn parse(text: &str) -> Result<Self> {
+        let error = |what: String| wrong(format!("structured_outputs.structural_tag must be {what}"));
+        let tags: Self = serde_json::from_str(text)
+            .map_err(|cause| error(format!("JSON of structures (begin, schema, end) and triggers: {cause}")))?;
+        if tags.structures.is_empty() || tags.triggers.iter().any(String::is_empty) {
+            return Err(error("given a structure, and triggers that are not empty".to_owned()));
+        }
+        if let Some(tag) = tags.structures.iter().find(|tag| tags.trigger_of(tag).is_none()) {
+            let (begin, triggers) = (&tag.begin, &tags.triggers);
+            return Err(error(format!("given a trigger that each tag begins with, got {begin:?} and {triggers:?}")));
+        }
+        if tags.structures.iter().any(|tag| !tag.schema.is_object() && !tag.schema.is_boolean()) {
+            return Err(error("given schemas that are objects, true or false".to_owned()));
+        }
+        Ok(tags)
+    }
+
+    /// The shortest trigger that a tag begins with: in a text it is there before the others.
+    fn trigger_of(&self, tag: &Tag) -> Option<usize> {
+        let own = self.triggers.iter().enumerate().filter(|(_, trigger)| tag.begin.starts_with(trigger.as_str()));
+        own.min_by_key(|(_, trigger)| trigger.len()).map(|(i, _)| i)
     }
 }
 
@@ -145,57 +224,4 @@ fn forbid_additional_properties(schema: &mut Value) {
         Value::Array(items) => items.iter_mut().for_each(forbid_additional_properties),
         _ => {}
     }
-}
-
-/// A grammar in GBNF, as llama.cpp writes them, in Lark's notation: `root` becomes `start`, names get underscores, classes
-/// of characters become regular expressions.
-fn lark(gbnf: &str) -> String {
-    let mut out = String::new();
-    let mut rest = gbnf;
-    while let Some(first) = rest.chars().next() {
-        let len = match first {
-            '"' => quoted_len(rest, '"'),
-            '[' => {
-                let len = quoted_len(rest, ']');
-                out.extend(["/", &rest[..len].replace('/', "\\/"), "/"]);
-                rest = &rest[len..];
-                continue;
-            }
-            '#' => {
-                out.push_str("//");
-                let len = rest.find('\n').unwrap_or(rest.len());
-                out.push_str(&rest[1..len]);
-                rest = &rest[len..];
-                continue;
-            }
-            ':' if rest.starts_with("::=") => {
-                out.push(':');
-                rest = &rest[3..];
-                continue;
-            }
-            first if first.is_alphabetic() => {
-                let len = rest.find(|c: char| !c.is_alphanumeric() && c != '-' && c != '_').unwrap_or(rest.len());
-                let name = rest[..len].replace('-', "_").to_lowercase();
-                out.push_str(if name == "root" { "start" } else { &name });
-                rest = &rest[len..];
-                continue;
-            }
-            first => first.len_utf8(),
-        };
-        out.push_str(&rest[..len]);
-        rest = &rest[len..];
-    }
-    out
-}
-
-/// Bytes up to and including the closing character of what begins the text; all if there is none.
-fn quoted_len(text: &str, close: char) -> usize {
-    let mut escaped = false;
-    for (at, character) in text.char_indices().skip(1) {
-        if character == close && !escaped {
-            return at + close.len_utf8();
-        }
-        escaped = character == '\\' && !escaped;
-    }
-    text.len()
 }

@@ -16,6 +16,7 @@ pub mod draft;
 pub mod error;
 pub mod fault;
 pub mod front;
+mod gbnf;
 pub mod grammar;
 pub mod guided;
 pub mod limits;

@@ -48,12 +48,13 @@ impl EngineLimits {
         }
     }
 
-    /// The prompt as far as `truncate_prompt_tokens` leaves it: its end.
+    /// The prompt as far as `truncate_prompt_tokens` leaves it: its end. -1 leaves room for `max_tokens`, unless these
+    /// are more than a context and thus no wish.
     pub fn truncate(&self, mut prompt: Vec<u32>, params: &SamplingParams) -> Vec<u32> {
-        let least_output = params.min_tokens.max(1) as usize;
+        let output = params.max_tokens.filter(|&most| most < self.max_model_len as i64).unwrap_or(params.min_tokens);
         let most = match params.truncate_prompt_tokens {
             None => return prompt,
-            Some(-1) => self.max_model_len.saturating_sub(least_output).max(1),
+            Some(-1) => self.max_model_len.saturating_sub(output.max(1) as usize).max(1),
             Some(most) => most.max(1) as usize,
         };
         prompt.drain(..prompt.len().saturating_sub(most));

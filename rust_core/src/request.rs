@@ -133,12 +133,39 @@ pub(crate) fn top_count(top: i64, vocab_size: usize) -> usize {
     if top == -1 { vocab_size } else { top as usize }
 }
 
-fn check(ok: bool, parameter: &str, expected: &str, value: impl std::fmt::Display) -> Result<()> {
-    if ok { Ok(()) } else { Err(Error::range(parameter, expected, value)) }
+/// What a field of [`SamplingParams`] must be, as all messages say it, those about wrong types too.
+pub(crate) fn expected(field: &str) -> &'static str {
+    match field {
+        "n" => "an integer from 1 to 16384",
+        "best_of" => "None or an integer from n to 16384",
+        "presence_penalty" | "frequency_penalty" => "a number from -2 to 2",
+        "repetition_penalty" => "a finite number above 0",
+        "temperature" => "a finite number of at least 0",
+        "top_p" | "min_p" => "a number from 0 to 1",
+        "top_k" => "-1 or 0 (off), or an integer of at least 1",
+        "seed" => "None or a 64-bit integer",
+        "stop" | "stop_regex" | "bad_words" => "a string or a list of strings, Unicode and not empty",
+        "stop_token_ids" => "a list of integers",
+        "allowed_token_ids" => "None or a list of integers, not empty",
+        "max_tokens" => "None or an integer of at least 1",
+        "min_tokens" => "an integer from 0 to max_tokens",
+        "logprobs" | "prompt_logprobs" => "None, -1 (all) or an integer of at least 0",
+        "truncate_prompt_tokens" => "None, -1 (what the model's length allows) or an integer of at least 1",
+        "logit_bias" => "a dict of token ids to numbers from -100 to 100",
+        "structured_outputs" => "None or a StructuredOutputsParams",
+        "output_kind" => "a RequestOutputKind",
+        "length_penalty" => "a finite number",
+        "early_stopping" => "True, False or \"never\"",
+        _ => "True or False",
+    }
 }
 
-fn check_float(parameter: &str, value: f64, low: f64, high: f64) -> Result<()> {
-    check((low..=high).contains(&value), parameter, &format!("a number from {low} to {high}"), value)
+fn check(ok: bool, field: &str, value: impl std::fmt::Display) -> Result<()> {
+    check_as(ok, field, expected(field), value)
+}
+
+fn check_as(ok: bool, field: &str, expected: &str, value: impl std::fmt::Display) -> Result<()> {
+    if ok { Ok(()) } else { Err(Error::range(field, expected, value)) }
 }
 
 impl SamplingParams {
@@ -159,58 +186,48 @@ impl SamplingParams {
 
     /// Check all that needs no model. Fails with the first bad field, its value and the allowed range.
     pub fn validate(&self) -> Result<()> {
-        check((1..=MAX_N).contains(&self.n), "n", &format!("an integer from 1 to {MAX_N}"), self.n)?;
+        check((1..=MAX_N).contains(&self.n), "n", self.n)?;
         if let Some(best_of) = self.best_of {
-            let expected = format!("an integer from n ({}) to {MAX_N}", self.n);
-            check((self.n..=MAX_N).contains(&best_of), "best_of", &expected, best_of)?;
+            let fits = (self.n..=MAX_N).contains(&best_of);
+            check(fits, "best_of", format_args!("{best_of} with n = {}", self.n))?;
         }
-        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
-        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
+        check((-2.0..=2.0).contains(&self.presence_penalty), "presence_penalty", self.presence_penalty)?;
+        check((-2.0..=2.0).contains(&self.frequency_penalty), "frequency_penalty", self.frequency_penalty)?;
         let repetition = self.repetition_penalty;
         let fits = repetition.is_finite() && repetition as f32 > 0.0 && (repetition as f32).is_finite();
-        check(fits, "repetition_penalty", "a finite number above 0", repetition)?;
+        check(fits, "repetition_penalty", format_args!("{repetition:?}"))?;
         let fits = (self.temperature as f32).is_finite() && self.temperature >= 0.0;
-        check(fits, "temperature", "a finite number of at least 0", self.temperature)?;
-        check_float("top_p", self.top_p, 0.0, 1.0)?;
-        check(self.top_k >= -1, "top_k", "-1 or 0 (off), or an integer of at least 1", self.top_k)?;
-        check_float("min_p", self.min_p, 0.0, 1.0)?;
+        check(fits, "temperature", format_args!("{:?}", self.temperature))?;
+        check((0.0..=1.0).contains(&self.top_p), "top_p", self.top_p)?;
+        check(self.top_k >= -1, "top_k", self.top_k)?;
+        check((0.0..=1.0).contains(&self.min_p), "min_p", self.min_p)?;
         if let Some(max) = self.max_tokens {
-            check(max >= 1, "max_tokens", "None or an integer of at least 1", max)?;
+            check(max >= 1, "max_tokens", max)?;
         }
-        let min_range = self.max_tokens.map_or("0 or more".to_owned(), |max| format!("from 0 to max_tokens ({max})"));
-        let fits = self.min_tokens >= 0 && self.max_tokens.is_none_or(|max| self.min_tokens <= max);
-        check(fits, "min_tokens", &min_range, self.min_tokens)?;
+        let max_tokens = self.max_tokens.unwrap_or(i64::MAX);
+        let fits = (0..=max_tokens).contains(&self.min_tokens);
+        let limit = self.max_tokens.map_or("None".to_owned(), |max| max.to_string());
+        check(fits, "min_tokens", format_args!("{} with max_tokens = {limit}", self.min_tokens))?;
         for (name, value) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
             if let Some(value) = value {
-                check(value >= -1, name, "None, -1 (all) or an integer of at least 0", value)?;
+                check(value >= -1, name, value)?;
             }
         }
         self.validate_stops()?;
-        if self.bad_words.iter().any(String::is_empty) {
-            return Err(Error::parameter("bad_words", "bad_words must not hold an empty string"));
-        }
+        check(!self.bad_words.iter().any(String::is_empty), "bad_words", format_args!("{:?}", self.bad_words))?;
         if let Some(most) = self.truncate_prompt_tokens {
-            let expected = "None, -1 (what the model's length allows) or an integer of at least 1";
-            check(most == -1 || most >= 1, "truncate_prompt_tokens", expected, most)?;
+            check(most == -1 || most >= 1, "truncate_prompt_tokens", most)?;
         }
-        for &(token, bias) in &self.logit_bias {
-            check_float(&format!("logit_bias[{token}]"), bias, -100.0, 100.0)
-                .map_err(|error| Error::parameter("logit_bias", error.to_string()))?;
+        for &(id, bias) in &self.logit_bias {
+            check((-100.0..=100.0).contains(&bias), "logit_bias", format_args!("{bias} for {id}"))?;
         }
-        if self.allowed_token_ids.as_ref().is_some_and(Vec::is_empty) {
-            return Err(Error::parameter(
-                "allowed_token_ids",
-                "allowed_token_ids must be None or hold at least one id",
-            ));
-        }
+        check(self.allowed_token_ids.as_ref().is_none_or(|ids| !ids.is_empty()), "allowed_token_ids", "[]")?;
         self.structured_outputs.as_ref().map_or(Ok(()), StructuredOutputs::validate)?;
         self.validate_beam()
     }
 
     fn validate_stops(&self) -> Result<()> {
-        if self.stop.iter().any(String::is_empty) {
-            return Err(Error::parameter("stop", "stop must not hold an empty string"));
-        }
+        check(!self.stop.iter().any(String::is_empty), "stop", format_args!("{:?}", self.stop))?;
         if !self.stop.is_empty() && !self.detokenize {
             let message = "stop needs text: stop strings cannot be used with detokenize=False (use stop_token_ids)";
             return Err(Error::parameter("stop", message));
@@ -226,25 +243,21 @@ impl SamplingParams {
     }
 
     fn validate_beam(&self) -> Result<()> {
-        check(self.length_penalty.is_finite(), "length_penalty", "a finite number", self.length_penalty)?;
+        check(self.length_penalty.is_finite(), "length_penalty", self.length_penalty)?;
         if self.use_beam_search {
-            if self.structured_outputs.is_some() {
-                let message = "structured_outputs cannot be used with use_beam_search";
-                return Err(Error::parameter("structured_outputs", message));
-            }
             let width = self.width();
-            check(width >= 2, "best_of", "at least 2 with use_beam_search (it is the beam width)", width)?;
-            check(self.is_greedy(), "temperature", "0 with use_beam_search", self.temperature)?;
-            check(self.top_p >= 1.0, "top_p", "1 with use_beam_search", self.top_p)?;
-            check(self.top_k <= 0, "top_k", "off (0 or -1) with use_beam_search", self.top_k)?;
-            check(self.min_p <= 0.0, "min_p", "0 with use_beam_search", self.min_p)?;
+            check_as(width >= 2, "best_of", "at least 2 with use_beam_search (it is the beam width)", width)?;
+            check_as(self.is_greedy(), "temperature", "0 with use_beam_search", self.temperature)?;
+            check_as(self.top_p >= 1.0, "top_p", "1 with use_beam_search", self.top_p)?;
+            check_as(self.top_k <= 0, "top_k", "off (0 or -1) with use_beam_search", self.top_k)?;
+            check_as(self.min_p <= 0.0, "min_p", "0 with use_beam_search", self.min_p)?;
             return Ok(());
         }
         let unit = (self.length_penalty - 1.0).abs() < f64::EPSILON;
-        check(unit, "length_penalty", "1 without use_beam_search", self.length_penalty)?;
+        check_as(unit, "length_penalty", "1 without use_beam_search", self.length_penalty)?;
         let default = self.early_stopping == EarlyStopping::Heuristic;
         let given = if self.early_stopping == EarlyStopping::Always { "True" } else { "\"never\"" };
-        check(default, "early_stopping", "False without use_beam_search", given)?;
+        check_as(default, "early_stopping", "False without use_beam_search", given)?;
         if self.width() > self.n as usize && self.output_kind == OutputKind::Delta {
             let message = format!(
                 "best_of ({}) above n ({}) cannot stream: which sequences are best is known only at the end",
@@ -271,9 +284,9 @@ impl SamplingParams {
         for (name, value) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
             let Some(value) = value else { continue };
             let wanted = if value == -1 { vocab } else { value };
-            check(wanted <= vocab, name, &format!("at most {vocab} (the model's vocabulary)"), wanted)?;
+            check_as(wanted <= vocab, name, &format!("at most {vocab} (the model's vocabulary)"), wanted)?;
             let most = if limits.max_logprobs == -1 { vocab } else { limits.max_logprobs };
-            check(wanted <= most, name, &format!("at most max_logprobs ({most})"), wanted)?;
+            check_as(wanted <= most, name, &format!("at most max_logprobs ({most})"), wanted)?;
         }
         if !limits.has_vocabulary && !self.stop.is_empty() {
             return Err(Error::parameter("stop", "stop needs text, but the engine runs without a tokenizer"));
@@ -308,11 +321,12 @@ impl SamplingParams {
         row
     }
 
-    /// Top log-probabilities each sampled token comes with; -1: not even its own.
+    /// Top log-probabilities each sampled token comes with; -1: not even its own. (Beams are ranked by what their
+    /// candidates come with.)
     fn num_logprobs(&self, vocab_size: usize) -> i32 {
         match self.logprobs {
             Some(top) => top_count(top, vocab_size) as i32,
-            None if self.ranks_outputs() => 0,
+            None if self.ranks_outputs() && !self.use_beam_search => 0,
             None => -1,
         }
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::draft::{Entry, Flight, RowRef};
+use crate::grammar::Grammar;
 use crate::plan::{ROW_PARAMS, RowParam, flags};
 use crate::processor::ProcessedRow;
 use crate::sequence::{Group, Request, Sequence};
@@ -21,8 +22,10 @@ pub(crate) struct Extras {
     pub prompt_rows: Vec<[i32; 3]>,
     pub processed: Vec<ProcessedRow>,
     pub mask_rows: Vec<i32>,
+    /// Of the rows of masks, taken from their sequences until the masks are written.
+    #[allow(clippy::vec_box)] // they go back in their boxes
+    pub grammars: Vec<Box<Grammar>>,
     pub mask_words: Vec<i32>,
-    pub broken: Vec<(Arc<str>, String)>,
     pub flags: i32,
     pub num_candidates: i32,
     pub max_logprobs: i32,
@@ -64,13 +67,15 @@ pub(crate) fn write_prompt_rows(
     flight.prompt_table_width = flight.prompt_table_width.max(table.width);
 }
 
-/// Two words that make the noise of a draw: a hash (splitmix64's finalizer) of the seed and the output position.
+/// splitmix64's finalizer: numbers that differ little become numbers that have nothing in common.
+pub(crate) fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Two words that make the noise of a draw: a hash of the seed and the output position.
 fn noise_key(seed: u64, position: usize) -> [i32; 2] {
-    let mix = |mut z: u64| {
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
     let step = (position as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let key = mix(mix(seed.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_add(step));
     [key as u32 as i32, (key >> 32) as u32 as i32]
@@ -103,11 +108,9 @@ pub(crate) fn write_row(group: &mut Group, index: usize, row: i32, params: &mut 
     if request.has_extras {
         write_extras(request, sequence, pending > 0, position, row, extras);
     }
-    if let Some(grammar) = &mut sequence.history.grammar {
-        match grammar.write_mask(&mut extras.mask_words) {
-            Ok(()) => extras.mask_rows.push(row),
-            Err(why) => extras.broken.push((Arc::clone(&request.request_id), why)),
-        }
+    if let Some(grammar) = sequence.history.grammar.take() {
+        extras.mask_rows.push(row);
+        extras.grammars.push(grammar);
     }
     sequence.last_row = row;
 }

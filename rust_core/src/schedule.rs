@@ -83,8 +83,8 @@ impl Scheduler {
         wants.clear();
         let prompt_len = group.prompt_len();
         if !group.forked {
-            let root = group.live().next();
-            wants.extend(root.and_then(|(i, root)| self.chunk(i, root.num_computed_tokens, prompt_len, budget)));
+            let root = group.live().next().map(|(i, root)| (i, root.num_computed_tokens));
+            wants.extend(root.and_then(|(i, start)| self.chunk(i, start, group.shared_len(), budget)));
             return;
         }
         if group.beam.is_some() {
@@ -178,8 +178,8 @@ impl Scheduler {
                 prompt_rows: prompt_rows(&mut group, want),
             };
             self.publish(&mut group, want.sequence);
-            if !group.forked && end == prompt_len {
-                self.hand_on_prompt(&mut group, want.sequence);
+            if !group.forked && end == group.shared_len() {
+                self.hand_on(&mut group, want.sequence);
                 entry.num_rows *= group.sequences.len() as u32;
             }
             let rows = entry.first_row as usize..(entry.first_row + entry.num_rows) as usize;
@@ -189,16 +189,18 @@ impl Scheduler {
         self.groups[slot as usize] = Some(group);
     }
 
-    /// The prompt's KV is scheduled: let the other sequences share it. At first they are made here (beams: from the
-    /// first step's candidates, at its commit); after a recomputation they exist and have tokens of their own.
-    fn hand_on_prompt(&mut self, group: &mut Group, root: usize) {
+    /// The KV of what all sequences begin with is scheduled: let the others share it. At first that is the prompt, and
+    /// they are made here (beams: from the first step's candidates, at its commit); after a recomputation they exist
+    /// and have tokens of their own.
+    fn hand_on(&mut self, group: &mut Group, root: usize) {
+        let computed = group.shared_len();
         group.forked = true;
         let fresh = group.sequences.len() == 1 && group.sequences[root].history.output.is_empty();
         if fresh && group.beam.is_none() {
             let width = group.request.params.width() as u32;
             group.sequences.extend((1..width).map(|index| Sequence { index, ..Sequence::default() }));
         }
-        let (computed, published) = (group.prompt_len(), group.sequences[root].num_published);
+        let published = group.sequences[root].num_published;
         for i in 0..group.sequences.len() {
             if i == root || !group.sequences[i].is_live() {
                 continue;
@@ -209,11 +211,11 @@ impl Scheduler {
             let sequence = &mut group.sequences[i];
             sequence.table = table;
             sequence.num_computed_tokens = computed;
-            sequence.num_published = published;
             if let Some(history) = history {
                 sequence.history = history;
                 sequence.hashes = hashes;
             }
+            sequence.num_published = published.min(sequence.hashes.len());
         }
     }
 
@@ -333,7 +335,7 @@ impl Scheduler {
         let (root, sequence) = group.live().next()?;
         let prompt_len = group.prompt_len();
         let tokens = sequence.num_tokens(prompt_len);
-        let span = if group.forked { tokens } else { prompt_len };
+        let span = if group.forked { tokens } else { group.shared_len() };
         // A request that still wants log-probabilities of its prompt computes all of it.
         let reuse = group.prompt_logprobs.is_none() || group.prompt_rows_scheduled + 1 >= prompt_len;
         let most = if reuse { ((span - 1) / block_size).min(sequence.hashes.len()) } else { 0 };
@@ -362,15 +364,15 @@ impl Scheduler {
         Some(want)
     }
 
-    /// Blocks that a group's sequences will take as soon as the prompt's KV is handed on to them.
+    /// Blocks that a group's sequences will take as soon as what they share is handed on to them.
     fn blocks_behind(&self, group: &Group) -> usize {
         if group.forked || group.request.max_output == 1 {
             return 0;
         }
         let block_size = self.config.block_size;
-        let prompt_len = group.prompt_len();
-        let whole = prompt_len / block_size;
-        let root_tail = prompt_len.div_ceil(block_size) - whole;
+        let (prompt_len, shared_len) = (group.prompt_len(), group.shared_len());
+        let whole = shared_len / block_size;
+        let root_tail = shared_len.div_ceil(block_size) - whole;
         let started = group.sequences.len() > 1 || !group.sequences[0].history.output.is_empty();
         let own = |sequence: &Sequence| sequence.num_tokens(prompt_len).div_ceil(block_size) - whole;
         if started {

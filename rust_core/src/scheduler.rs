@@ -10,6 +10,7 @@ use hashbrown::HashMap;
 pub use crate::admission::RequestOptions;
 pub use crate::config::{Config, Policy, PreemptionMode};
 
+use crate::beam::Stuck;
 use crate::block_manager::BlockManager;
 use crate::block_map::{BlockMap, RequestState};
 use crate::detokenizer::Vocabulary;
@@ -55,8 +56,8 @@ pub struct Scheduler {
     pub(crate) draft: Draft,
     pub(crate) next_step: u32,
     pub(crate) counters: Counters,
-    /// Requests whose grammar does not take the tokens being committed, and why.
-    pub(crate) broken: Vec<(Arc<str>, String)>,
+    /// Requests that cannot go on after the tokens being committed, and why.
+    pub(crate) broken: Vec<(Arc<str>, Stuck)>,
     /// Last outputs of requests that failed.
     pub(crate) failed: Vec<Output>,
     pub(crate) by_id: HashMap<Arc<str>, u32>,

@@ -122,8 +122,12 @@ impl History {
         }
     }
 
-    /// Append one token: its text, and whether it ends the sequence.
+    /// Append one token: its text, and whether it ends the sequence. A token that the grammar does not take is left out.
     pub fn accept(&mut self, token: u32, request: &Request, vocabulary: Option<&Vocabulary>) {
+        let whole = self.follow_grammar(token);
+        if self.grammar_error.is_some() {
+            return;
+        }
         self.output.push(token);
         if let Some(counts) = &mut self.counts {
             counts.add(token);
@@ -139,7 +143,6 @@ impl History {
             self.end(FinishReason::Stop, reported.then_some(StopReason::Token(*id)));
             return;
         }
-        let whole = self.follow_grammar(token);
         let stopped = self.ends_with_stop_text(new_from, request);
         if stopped {
             return;
@@ -274,8 +277,8 @@ pub struct Group {
     pub sequences: Sequences,
     /// Whether it waits for its grammar.
     pub compiling: bool,
-    /// Whether the prompt's KV has been handed on: while false, only the first live sequence computes, up to the
-    /// prompt's end. True from the start for requests of one sequence.
+    /// Whether the KV of what all sequences begin with has been handed on: while false, only the first live sequence
+    /// computes, up to [`Group::shared_len`]. True from the start for requests of one sequence.
     pub forked: bool,
     /// Beam search state.
     pub beam: Option<BeamSearch>,
@@ -299,6 +302,18 @@ impl Group {
     /// Tokens of the prompt.
     pub fn prompt_len(&self) -> usize {
         self.request.prompt.len()
+    }
+
+    /// Tokens that all live sequences begin with, to be computed once: the prompt, and when they are recomputed, what
+    /// they have said in common. Each keeps a token of its own to compute.
+    pub fn shared_len(&self) -> usize {
+        let mut outputs = self.live().map(|(_, sequence)| &sequence.history.output[..]);
+        let Some(first) = outputs.next() else { return self.prompt_len() };
+        let shared = outputs.fold(first.len().saturating_sub(1), |shared, output| {
+            let equal = first[..shared].iter().zip(output).take_while(|(a, b)| a == b).count();
+            equal.min(output.len().saturating_sub(1))
+        });
+        self.prompt_len() + shared
     }
 
     /// Live sequences with their places.

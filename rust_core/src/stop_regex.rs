@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use regex_automata::nfa::thompson::{Compiler, Config, NFA, State, WhichCaptures};
+use regex_automata::nfa::thompson::{BuildError, Compiler, Config, NFA, State, WhichCaptures};
 use regex_automata::util::look::Look;
 use regex_automata::util::primitives::StateID;
 
@@ -46,26 +46,21 @@ impl RegexSearch {
 impl StopRegexes {
     /// Compile expressions. Fails for one that is no expression, is too large, looks ahead or matches nothing at all.
     pub fn new(patterns: &[String]) -> Result<Self> {
-        let wrong = |message: String| Error::parameter("stop_regex", message);
+        let wrong = |expected: &str| Error::range("stop_regex", expected, format_args!("{patterns:?}"));
         if let Some(long) = patterns.iter().find(|pattern| pattern.len() > MAX_PATTERN) {
-            return Err(wrong(format!("stop_regex must have at most {MAX_PATTERN} bytes, got {}", long.len())));
+            return Err(Error::range("stop_regex", &format!("at most {MAX_PATTERN} bytes long"), long.len()));
         }
         let config = Config::new().which_captures(WhichCaptures::None).nfa_size_limit(Some(MAX_COMPILED));
-        let nfa = Compiler::new().configure(config).build_many(patterns).map_err(|error| {
-            let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-            wrong(match error.size_limit() {
-                Some(limit) => format!("stop_regex must take at most {limit} bytes once compiled, got {patterns:?}"),
-                None => format!("stop_regex must be a regular expression, got {patterns:?}: {cause}"),
-            })
+        let nfa = Compiler::new().configure(config).build_many(patterns).map_err(|error| match error.size_limit() {
+            Some(limit) => wrong(&format!("at most {limit} bytes large once compiled")),
+            None => wrong(&format!("a regular expression ({})", cause_of(&error))),
         })?;
         if nfa.look_set_any().iter().any(|look| !LOOKS_BEHIND.contains(&look)) {
-            return Err(wrong(format!(
-                "stop_regex must not look at the text that follows ($, \\b, \\B; \\b{{start-half}} is possible), got {patterns:?}"
-            )));
+            return Err(wrong("without looks at the text that follows ($, \\b, \\B; \\b{start-half} is possible)"));
         }
         let regexes = Self { nfa };
         if regexes.begin(&[], 0, &mut Visited::new(&regexes.nfa), &mut Vec::new()).is_some() {
-            return Err(wrong(format!("stop_regex must not match the empty string, got {patterns:?}")));
+            return Err(wrong("an expression that does not match the empty string"));
         }
         Ok(regexes)
     }
@@ -154,6 +149,12 @@ impl StopRegexes {
         }
         matched
     }
+}
+
+/// Why an expression is none, in one line: parsers draw the place of the fault above it.
+fn cause_of(error: &BuildError) -> String {
+    let cause = std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string);
+    cause.lines().last().unwrap_or_default().trim_start_matches("error: ").to_owned()
 }
 
 /// The states reached at one place of a text.

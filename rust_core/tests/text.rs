@@ -73,7 +73,7 @@ fn play_on(
         let Some(plan) = scheduler.schedule() else { break };
         assert_eq!(plan.header(Header::NumRows), 1);
         banned.push(plan.section(Section::Banned).chunks(2).map(|entry| entry[1]).collect());
-        let sampled = Sampled { token_ids: &[token as i32], logprobs: &[0.0], sample_table: None, prompt_table: None };
+        let sampled = Sampled { token_ids: &[token as i32], logprobs: &[0.0], ..Sampled::default() };
         outputs.extend(scheduler.commit(plan.step, sampled).unwrap());
     }
     scheduler.check_invariants().unwrap();

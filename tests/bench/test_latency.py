@@ -77,6 +77,18 @@ def test_parts_of_each_step_are_timed(tiny_llama: Path, run_ahead: bool) -> None
     assert_idle(driver.engine)
 
 
+def test_what_a_step_ahead_waits_for_counts_in_the_step_that_waits(tiny_llama: Path) -> None:
+    driver = Driver(args(tiny_llama, async_scheduling=True), temperature=0.0)
+    driver.add(driver.workload(1, input_len=4, output_len=20), final_only=True)
+    driver.engine.step()
+    with StepClock(driver.engine) as clock:
+        for done in range(1, 4):
+            driver.engine.step()
+            assert {part: len(values) for part, values in clock.seconds().items()} == dict.fromkeys(PARTS, done)
+    driver.engine.step()
+    assert len(clock.seconds()["wait"]) == 3
+
+
 def test_the_clock_changes_no_token_and_leaves_no_trace(driver: Driver) -> None:
     engine = driver.engine
 

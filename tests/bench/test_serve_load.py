@@ -1,15 +1,11 @@
 """`pyvllm bench serve` against a real server, and against servers that misbehave."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
 import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,35 +18,16 @@ from pyvllm.bench.options import ServeOptions
 from pyvllm.bench.serve import arrivals, dataset, max_open, metric_values, send_all
 from pyvllm.bench.workloads import Request
 from pyvllm.cli import main
+from tests.server.conftest import serve
 
 SMALL = ["--vocab-size", "256", "--random-input-len", "8", "--random-output-len", "6", "--num-prompts", "12"]
 
 
 @pytest.fixture(scope="module")
-def port(tiny_llama: Path) -> Iterator[int]:
+def port(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server with the tiny model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    flags = ["--host", "127.0.0.1", "--port", str(number), "--dtype", "float32", "--num-gpu-blocks-override", "128"]
-    flags += ["--device", "cpu"]
-    server = subprocess.Popen([sys.executable, "-m", "pyvllm", "serve", str(tiny_llama), *flags])
-    try:
-        deadline = time.monotonic() + 120
-        while not is_healthy(number):
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield number
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def is_healthy(port: int) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as response:
-        return bool(response.status == 200)
-    return False
+    with serve(tiny_llama, tmp_path_factory.mktemp("bench")) as served:
+        yield int(served.url.rsplit(":", 1)[1])
 
 
 def bench(port: int, tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:

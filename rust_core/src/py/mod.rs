@@ -282,7 +282,10 @@ impl Scheduler {
         Some(StepPlan { step, buffer: Some(buffer), processed })
     }
 
-    #[pyo3(signature = (step, token_ids, logprobs, sample_table = None, prompt_table = None))]
+    #[pyo3(signature = (
+        step, token_ids, logprobs, sample_table = None, prompt_table = None, candidate_table = None
+    ))]
+    #[allow(clippy::too_many_arguments)] // what a step brings back, once
     fn commit(
         &mut self,
         py: Python<'_>,
@@ -291,6 +294,7 @@ impl Scheduler {
         logprobs: PyReadonlyArray2<'_, f32>,
         sample_table: Option<&LogprobTable>,
         prompt_table: Option<&LogprobTable>,
+        candidate_table: Option<&LogprobTable>,
     ) -> PyResult<Vec<Output>> {
         let contiguous = |_| PyValueError::new_err("token_ids and logprobs must be C-contiguous");
         let sampled = Sampled {
@@ -298,6 +302,7 @@ impl Scheduler {
             logprobs: logprobs.as_slice().map_err(contiguous)?,
             sample_table: sample_table.map(|table| &*table.0),
             prompt_table: prompt_table.map(|table| &*table.0),
+            candidate_table: candidate_table.map(|table| &*table.0),
         };
         let outputs = self.0.commit(step, sampled).map_err(|error| to_py(py, error, None))?;
         Ok(outputs.into_iter().map(Output).collect())

@@ -4,8 +4,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyString};
 
 use super::parameter_error;
+use crate::error::shortened;
 use crate::guided::{Constraint, StructuredOutputs};
-use crate::request::{EarlyStopping, OutputKind, SamplingParams};
+use crate::request::{EarlyStopping, OutputKind, SamplingParams, expected};
 
 /// Whether a value is one of Python's two booleans, which are integers too.
 pub(super) fn is_bool(value: &Bound<'_, PyAny>) -> bool {
@@ -19,15 +20,15 @@ pub(super) fn holds_bool(values: &Bound<'_, PyAny>) -> bool {
 
 /// Python's `repr`, for messages.
 pub(super) fn repr(value: &Bound<'_, PyAny>) -> String {
-    value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string())
+    value.repr().map_or_else(|_| "?".to_owned(), |text| shortened(text.to_string()))
 }
 
 /// The attributes of one Python object.
 struct Fields<'a, 'py>(&'a Bound<'py, PyAny>);
 
 impl<'py> Fields<'_, 'py> {
-    fn wrong(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyErr {
-        let message = format!("{name} must be {expected}, got {}", repr(value));
+    fn wrong(name: &str, value: &Bound<'py, PyAny>) -> PyErr {
+        let message = format!("{name} must be {}, got {}", expected(name), repr(value));
         parameter_error(value.py(), name, message, value.clone().unbind())
     }
 
@@ -38,30 +39,29 @@ impl<'py> Fields<'_, 'py> {
     }
 
     fn int(&self, name: &str) -> PyResult<Option<i64>> {
-        self.get(name)?.map(|value| Self::as_int(name, "a 64-bit integer", &value)).transpose()
+        self.get(name)?.map(|value| Self::as_int(name, &value)).transpose()
     }
 
-    fn as_int(name: &str, expected: &str, value: &Bound<'py, PyAny>) -> PyResult<i64> {
+    fn as_int(name: &str, value: &Bound<'py, PyAny>) -> PyResult<i64> {
         let number = if is_bool(value) { None } else { value.extract().ok() };
-        number.ok_or_else(|| Self::wrong(name, expected, value))
+        number.ok_or_else(|| Self::wrong(name, value))
     }
 
     fn float(&self, name: &str) -> PyResult<Option<f64>> {
         let Some(value) = self.get(name)? else { return Ok(None) };
         let number = if is_bool(&value) { None } else { value.extract().ok() };
-        number.map(Some).ok_or_else(|| Self::wrong(name, "a number", &value))
+        number.map(Some).ok_or_else(|| Self::wrong(name, &value))
     }
 
     fn bool(&self, name: &str) -> PyResult<Option<bool>> {
         let Some(value) = self.get(name)? else { return Ok(None) };
-        value.extract().map(Some).map_err(|_| Self::wrong(name, "True or False", &value))
+        value.extract().map(Some).map_err(|_| Self::wrong(name, &value))
     }
 
     fn ids(&self, name: &str) -> PyResult<Option<Vec<i64>>> {
         let Some(value) = self.get(name)? else { return Ok(None) };
-        let expected = "a list of token ids";
-        let items = value.try_iter().map_err(|_| Self::wrong(name, expected, &value))?;
-        let ids = items.map(|item| Self::as_int(name, expected, &item?));
+        let items = value.try_iter().map_err(|_| Self::wrong(name, &value))?;
+        let ids = items.map(|item| Self::as_int(name, &item?));
         ids.collect::<PyResult<_>>().map(Some)
     }
 
@@ -70,12 +70,12 @@ impl<'py> Fields<'_, 'py> {
         if let Ok(text) = value.cast::<PyString>() {
             return Ok(vec![text.to_string()]);
         }
-        value.extract().map_err(|_| Self::wrong(name, "a string or a list of strings, all of them Unicode", &value))
+        value.extract().map_err(|_| Self::wrong(name, &value))
     }
 
     fn logit_bias(&self) -> PyResult<Vec<(i64, f64)>> {
         let Some(value) = self.get("logit_bias")? else { return Ok(Vec::new()) };
-        let wrong = || Self::wrong("logit_bias", "a dict of token id to number", &value);
+        let wrong = || Self::wrong("logit_bias", &value);
         let entries = value.cast::<PyDict>().map_err(|_| wrong())?;
         let entry = |(id, bias): (Bound<'py, PyAny>, Bound<'py, PyAny>)| {
             let id = if is_bool(&id) { None } else { id.extract().ok() };
@@ -87,7 +87,7 @@ impl<'py> Fields<'_, 'py> {
 
     fn structured_outputs(&self) -> PyResult<Option<StructuredOutputs>> {
         let Some(value) = self.get("structured_outputs")? else { return Ok(None) };
-        let wrong = || Self::wrong("structured_outputs", "a StructuredOutputsParams", &value);
+        let wrong = || Self::wrong("structured_outputs", &value);
         let (kind, content) =
             value.call_method0("constraint").and_then(|pair| pair.extract::<(String, Bound<'py, PyAny>)>())?;
         let text = || content.extract::<String>().map_err(|_| wrong());
@@ -96,6 +96,7 @@ impl<'py> Fields<'_, 'py> {
             "regex" => Constraint::Regex(text()?),
             "choice" => Constraint::Choice(content.extract().map_err(|_| wrong())?),
             "grammar" => Constraint::Grammar(text()?),
+            "structural_tag" => Constraint::StructuralTag(text()?),
             _ => Constraint::JsonObject,
         };
         let options = Fields(&value);
@@ -121,7 +122,7 @@ impl<'py> Fields<'_, 'py> {
             Ok(0) => Ok(OutputKind::Cumulative),
             Ok(1) => Ok(OutputKind::Delta),
             Ok(2) => Ok(OutputKind::FinalOnly),
-            _ => Err(Self::wrong("output_kind", "a RequestOutputKind", &value)),
+            _ => Err(Self::wrong("output_kind", &value)),
         }
     }
 
@@ -131,7 +132,7 @@ impl<'py> Fields<'_, 'py> {
             (Ok(true), _) => Ok(EarlyStopping::Always),
             (Ok(false), _) => Ok(EarlyStopping::Heuristic),
             (_, Ok("never")) => Ok(EarlyStopping::Never),
-            _ => Err(Self::wrong("early_stopping", "True, False or \"never\"", &value)),
+            _ => Err(Self::wrong("early_stopping", &value)),
         }
     }
 }

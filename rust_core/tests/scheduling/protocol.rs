@@ -2,6 +2,7 @@
 
 use pyvllm_core::commit::Sampled;
 use pyvllm_core::error::Error;
+use pyvllm_core::output::LogprobTable;
 use pyvllm_core::plan::Section;
 use pyvllm_core::request::{OutputKind, SamplingParams};
 
@@ -16,7 +17,7 @@ fn at_most_two_steps_are_outstanding_and_commits_come_in_order() {
     assert_eq!((first.step, second.step), (0, 1));
     assert_eq!(second.section(Section::TokenIds), [-1]);
     assert!(engine.scheduler.schedule().is_none());
-    let empty = Sampled { token_ids: &[7], logprobs: &[0.0], sample_table: None, prompt_table: None };
+    let empty = Sampled { token_ids: &[7], logprobs: &[0.0], ..Sampled::default() };
     assert!(matches!(engine.scheduler.commit(1, empty), Err(Error::Internal(_))));
     engine.commit();
     engine.commit();
@@ -32,14 +33,18 @@ fn results_of_a_wrong_shape_are_an_error_and_change_nothing() {
     engine.launch().unwrap();
     let table = engine.pending[0].sample_table.clone();
     let table = table.as_ref();
-    for (token_ids, logprobs, sample_table) in [
-        (&[1, 2][..], &[0.0][..], table),
-        (&[1], &[], table),
-        (&[1], &[0.0], None),
-        (&[-1], &[0.0], table),
-        (&[20], &[0.0], table),
+    let (empty, ids, logprobs) = (LogprobTable::new(1), vec![1, 2], vec![0.0; 2]);
+    let wide = LogprobTable { width: 2, token_ids: ids, logprobs, ranks: vec![1] };
+    for (token_ids, logprobs, sample_table, candidate_table) in [
+        (&[1, 2][..], &[0.0][..], table, None),
+        (&[1], &[], table, None),
+        (&[1], &[0.0], None, None),
+        (&[1], &[0.0], table, Some(&empty)),
+        (&[1], &[0.0], table, Some(&wide)),
+        (&[-1], &[0.0], table, None),
+        (&[20], &[0.0], table, None),
     ] {
-        let sampled = Sampled { token_ids, logprobs, sample_table, prompt_table: None };
+        let sampled = Sampled { token_ids, logprobs, sample_table, prompt_table: None, candidate_table };
         assert!(matches!(engine.scheduler.commit(0, sampled), Err(Error::Internal(_))), "{sampled:?}");
     }
     engine.commit();

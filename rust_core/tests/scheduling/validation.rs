@@ -1,7 +1,7 @@
 //! Parameters out of range: each is refused with its name, its value and the allowed range.
 
 use pyvllm_core::error::Error;
-use pyvllm_core::request::{EarlyStopping, Limits, OutputKind, SamplingParams};
+use pyvllm_core::request::{EarlyStopping, Limits, MAX_N, OutputKind, SamplingParams};
 
 const LIMITS: Limits = Limits { vocab_size: 64, max_logprobs: 20, has_vocabulary: true };
 
@@ -56,7 +56,7 @@ fn b056_nan_and_infinity_are_refused_everywhere() {
 #[test]
 fn b057_values_out_of_range() {
     for value in [-0.1, -1.0, 1e300] {
-        refused("temperature", value, |params| params.temperature = value);
+        refused("temperature", format!("{value:?}"), |params| params.temperature = value);
     }
     for value in [0.0, 2.1, 999_999.0] {
         check(|params| params.temperature = value).unwrap();
@@ -70,7 +70,7 @@ fn b057_values_out_of_range() {
         check(|params| params.min_p = value).unwrap();
     }
     for value in [0.0, -1.0, 1e300, 1e-300] {
-        refused("repetition_penalty", value, |params| params.repetition_penalty = value);
+        refused("repetition_penalty", format!("{value:?}"), |params| params.repetition_penalty = value);
     }
     check(|params| params.repetition_penalty = 0.01).unwrap();
     for value in [2.01, -2.01] {
@@ -101,6 +101,9 @@ fn b047_n_and_best_of() {
         refused("best_of", value, |params| params.best_of = Some(value));
     }
     refused("best_of", 1, |params| (params.n, params.best_of) = (2, Some(1)));
+    let (_, message) = check(|params| params.n = MAX_N + 1).unwrap_err();
+    assert_eq!(message, format!("n must be an integer from 1 to {MAX_N}, got {}", MAX_N + 1));
+    check(|params| params.n = MAX_N).unwrap();
     check(|params| (params.n, params.best_of) = (2, Some(2))).unwrap();
 }
 
@@ -130,7 +133,7 @@ fn b060_token_ids() {
         refused("stop_token_ids", id, |params| params.stop_token_ids = vec![1, id]);
         refused("allowed_token_ids", id, |params| params.allowed_token_ids = Some(vec![1, id]));
     }
-    refused("allowed_token_ids", "at least one", |params| params.allowed_token_ids = Some(Vec::new()));
+    refused("allowed_token_ids", "not empty, got []", |params| params.allowed_token_ids = Some(Vec::new()));
     check(|params| params.allowed_token_ids = Some(vec![63])).unwrap();
     check(|params| params.stop_token_ids = vec![0, 63]).unwrap();
 }
@@ -154,8 +157,8 @@ fn logprobs_and_prompt_logprobs() {
 
 #[test]
 fn b081_stop_strings() {
-    refused("stop", "empty", |params| params.stop = vec![String::new()]);
-    refused("stop", "empty", |params| params.stop = vec!["a".to_owned(), String::new()]);
+    refused("stop", r#"[""]"#, |params| params.stop = vec![String::new()]);
+    refused("stop", r#"["a", ""]"#, |params| params.stop = vec!["a".to_owned(), String::new()]);
     check(|params| params.stop = vec!["a".to_owned(); 5]).unwrap();
     check(|params| params.stop = Vec::new()).unwrap();
 }

@@ -29,6 +29,7 @@ pub struct Results {
     pub logprobs: Vec<f32>,
     pub sample_table: Option<LogprobTable>,
     pub prompt_table: Option<LogprobTable>,
+    pub candidate_table: Option<LogprobTable>,
 }
 
 impl Results {
@@ -38,6 +39,7 @@ impl Results {
             logprobs: &self.logprobs,
             sample_table: self.sample_table.as_ref(),
             prompt_table: self.prompt_table.as_ref(),
+            candidate_table: self.candidate_table.as_ref(),
         };
         scheduler.commit(self.step, sampled)
     }
@@ -294,7 +296,16 @@ impl Device {
         let width = plan.header(Header::MaxLogprobs) + 1;
         let sample_table = (width > 0).then(|| sample_table(&rows, &self.previous, width as usize));
         let prompt_table = self.prompt_table(plan, queries);
-        Ok(Results { step: plan.step, num_rows, num_candidates: k, token_ids, logprobs, sample_table, prompt_table })
+        Ok(Results {
+            step: plan.step,
+            num_rows,
+            num_candidates: k,
+            token_ids,
+            logprobs,
+            sample_table,
+            prompt_table,
+            candidate_table: None,
+        })
     }
 
     /// Noise, penalties, bias, allowed and banned tokens.
