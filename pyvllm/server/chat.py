@@ -12,7 +12,7 @@ from pyvllm.server.errors import bad_request, not_supported
 from pyvllm.server.generation import Job
 from pyvllm.server.logprobs import chat_logprobs, prompt_logprobs, shown_tokens
 from pyvllm.server.parsing import given_sampling
-from pyvllm.server.prompts import Conversation, encode_chat, truncated
+from pyvllm.server.prompts import Conversation, encode_chat
 from pyvllm.server.protocol import ChatBody, ChatCompletionRequest
 from pyvllm.server.serving import Notes, Serving
 from pyvllm.server.sse import CHAT_SHAPE, ChunkWriter, Extras, Opening
@@ -87,9 +87,9 @@ class ChatTask(Task[ChatBody]):
             return None
 
         def fields(index: int, completion: _core.Completion) -> bytes:
-            found = b""
-            if self.body.logprobs:
-                found = b',"logprobs":' + orjson.dumps(self._logprobs(completion))
+            found, logprobs = b"", self._logprobs(completion)
+            if logprobs is not None and logprobs["content"]:
+                found = b',"logprobs":' + orjson.dumps(logprobs)
             if self.body.return_token_ids:
                 found += b',"token_ids":' + orjson.dumps(completion.token_ids)
             return found
@@ -110,20 +110,20 @@ class Chat(TextRoute[ChatBody]):
     async def prepare(self, body: ChatBody, model: str, notes: Notes) -> ChatTask:
         """Understand a body. Raises `ApiError` or `ParameterError` naming what is wrong."""
         check_chat_fields(body)
-        given = given_sampling(body)
+        given = given_sampling(body, self.serving.processors)
         check_prompt_logprobs(body, given)
         given.pop("logprobs", None)
         fixed: dict[str, Any] = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
         if body.max_completion_tokens is not None:
-            fixed["max_tokens"] = body.max_completion_tokens
+            given["max_tokens"] = body.max_completion_tokens
         elif "max_tokens" not in given:
             # What the context has room for, unless the model's own defaults say less.
             fixed["max_tokens"] = self.serving.default_entries.get("max_tokens")
         params = sampling(self.serving, body, given, **fixed)
-        tokenizer = self.serving.tokenizer()
+        tokenizer = self.serving.tokenizer("messages")
         chat = conversation(self.serving, body)
         prompt = await self.serving.off_loop(encode_chat, tokenizer, chat, body.cache_salt)
-        prompt = truncated(prompt, body.truncate_prompt_tokens, self.serving.llm.info.max_model_len)
+        prompt = self.fitted(prompt, body, params, given.get("max_tokens"))
         job = Job(prompts=[prompt], params=params, priority=body.priority, renamed=self.all_renamed(body), notes=notes)
         return ChatTask(self.serving, body, model, job)
 
@@ -161,7 +161,5 @@ def check_chat_fields(body: ChatBody) -> None:
     """Fields that do not go with one another. Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs must only be given with logprobs")
-    if body.top_logprobs is not None and body.top_logprobs < 0:
-        raise bad_request("top_logprobs", f"top_logprobs must be at least 0, got {body.top_logprobs}")
     if body.tool_choice not in (None, "none"):
         raise not_supported("tool_choice", "there are no tool calls")

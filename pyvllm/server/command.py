@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +57,9 @@ def run(
 
     engine_args, server_args = parsed_args(parser, args)
     configure_logging()
+    if engine_args.logits_processors or server_args.middleware:
+        # A program that is installed does not look for modules here. Last, so that nothing is taken for another module.
+        sys.path.append(os.getcwd())
     from pyvllm.server.app import build_app
     from pyvllm.server.life_cycle import serve
 

@@ -17,7 +17,6 @@ from pyvllm.server.prompts import (
     encode_with_gap,
     encode_without_additions,
     parse_prompts,
-    truncated,
 )
 from pyvllm.server.protocol import CompletionBody, CompletionRequest
 from pyvllm.server.serving import Notes, Serving
@@ -32,14 +31,10 @@ class CompletionTask(Task[CompletionBody]):
     shape = COMPLETION_SHAPE
 
     def __init__(self, serving: Serving, body: CompletionBody, model: str, job: Job, *, scores_only: bool) -> None:
-        """`scores_only`: nothing was to be generated; the one token that an engine makes at least is left out."""
+        """`scores_only`: see `Task`."""
         super().__init__(serving, body, model, job)
-        self._scores_only = scores_only
+        self.scores_only = scores_only
         self._logprobs: dict[int, CompletionLogprobs] = {}
-
-    def num_tokens(self, completion: _core.Completion) -> int:
-        """None of those that are left out."""
-        return 0 if self._scores_only else super().num_tokens(completion)
 
     def whole(self, outputs: Sequence[_core.Output]) -> dict[str, Any]:
         """The answer, at once."""
@@ -52,24 +47,24 @@ class CompletionTask(Task[CompletionBody]):
 
     def _choice(self, number: int, output: _core.Output, completion: _core.Completion) -> dict[str, Any]:
         index = number * self.job.params.n + completion.index
-        text = "" if self._scores_only else completion.text
+        text = "" if self.scores_only else completion.text
         choice: dict[str, Any] = {
             "index": index,
             "text": self.prompt_text(number) + text if self.body.echo else text,
             "logprobs": None,
-            "finish_reason": "length" if self._scores_only else completion.finish_reason,
-            "stop_reason": None if self._scores_only else completion.stop_reason,
+            "finish_reason": "length" if self.scores_only else completion.finish_reason,
+            "stop_reason": None if self.scores_only else completion.stop_reason,
         }
         if self.job.params.logprobs is not None:
             logprobs = self._start_logprobs(index, output)
-            if completion.logprobs is not None and not self._scores_only:
+            if completion.logprobs is not None and not self.scores_only:
                 logprobs.add(completion.logprobs)
             choice["logprobs"] = logprobs.take()
         if output.prompt_logprobs is not None and self.body.__dict__.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts)
         if self.body.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
-            choice["token_ids"] = [] if self._scores_only else completion.token_ids
+            choice["token_ids"] = [] if self.scores_only else completion.token_ids
         return choice
 
     def prompt_text(self, number: int) -> str:
@@ -115,7 +110,7 @@ class CompletionTask(Task[CompletionBody]):
     def extras(self) -> Extras | None:
         """Log-probabilities and ids."""
         wants_logprobs = self.job.params.logprobs is not None
-        if not (wants_logprobs or self.body.return_token_ids or self._scores_only):
+        if not (wants_logprobs or self.body.return_token_ids):
             return None
 
         def fields(index: int, completion: _core.Completion) -> bytes:
@@ -141,7 +136,7 @@ class Completions(TextRoute[CompletionBody]):
 
     async def prepare(self, body: CompletionBody, model: str, notes: Notes) -> CompletionTask:
         """Understand a body. Raises `ApiError` or `ParameterError` naming what is wrong."""
-        given = given_sampling(body)
+        given = given_sampling(body, self.serving.processors)
         check_prompt_logprobs(body, given)
         # No engine makes nothing: one token is generated and left out.
         scores_only = given.get("max_tokens") == 0 and type(given["max_tokens"]) is int
@@ -150,13 +145,9 @@ class Completions(TextRoute[CompletionBody]):
             given.setdefault("prompt_logprobs", given["logprobs"])
         params = sampling(self.serving, body, given, **fixed)
         prompts = await self._prompts(body)
-        ready = [truncated(prompt, body.truncate_prompt_tokens, self._max_model_len) for prompt in prompts]
+        ready = [self.fitted(prompt, body, params, given.get("max_tokens")) for prompt in prompts]
         job = Job(prompts=ready, params=params, priority=body.priority, renamed=self.all_renamed(body), notes=notes)
         return CompletionTask(self.serving, body, model, job, scores_only=scores_only)
-
-    @property
-    def _max_model_len(self) -> int:
-        return self.serving.llm.info.max_model_len
 
     async def _prompts(self, body: CompletionBody) -> list[ReadyPrompt]:
         serving = self.serving
@@ -164,9 +155,9 @@ class Completions(TextRoute[CompletionBody]):
         if body.suffix is not None:
             special = body.add_special_tokens
             parsed = await serving.off_loop(
-                encode_with_gap, serving.tokenizer(), parsed, body.suffix, add_special_tokens=special
+                encode_with_gap, serving.tokenizer("suffix"), parsed, body.suffix, add_special_tokens=special
             )
         elif not body.add_special_tokens:
-            parsed = await serving.off_loop(encode_without_additions, serving.tokenizer(), parsed)
+            parsed = await serving.off_loop(encode_without_additions, serving.tokenizer("prompt"), parsed)
         ids = await serving.llm.encode(parsed)
         return [ReadyPrompt(parsed=prompt, token_ids=tokens) for prompt, tokens in zip(parsed, ids, strict=True)]

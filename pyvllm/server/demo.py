@@ -83,11 +83,9 @@ class Demo:
         # Programs of that time sent no content type, or curl's own.
         found = await read_json(request, serving.args.max_body_bytes, any_type=True)
         body, headers = parse_body(GenerateRequest, found, serving.args.unknown_fields)
-        given = given_sampling(body)
-        ranked = given.get("use_beam_search") is True or given.get("best_of") not in (None, given.get("n", 1))
-        stepwise = body.stream and not ranked
-        kind = RequestOutputKind.CUMULATIVE if stepwise else RequestOutputKind.FINAL_ONLY
+        kind = RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY
         try:
+            given = given_sampling(body, serving.processors)
             params = make_params(serving.default_entries, given, output_kind=kind)
             parsed = parse_prompts(body.prompt, None, 1)
             ids = await serving.llm.encode(parsed)

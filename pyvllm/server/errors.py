@@ -17,6 +17,8 @@ from pyvllm.sampling_params import ParameterError
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 5
+MAX_MESSAGE: Final = 2000
+"""Characters of a message; some show the value that was wrong."""
 _KINDS: Final = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -32,6 +34,9 @@ _KINDS: Final = {
 _NAMED: Final = re.compile(r"(messages|tools|documents|chat_template_kwargs|chat_template|continue_final_message)\b\S*")
 """How the messages of errors about a chat begin: with the part that is wrong."""
 
+_FUNCTION_FAILED: Final = "logits_processors: "
+"""How the message begins if one of the operator's own functions raised, which no client need read."""
+
 
 class ApiError(Exception):
     """What a client is told instead of an answer."""
@@ -42,7 +47,7 @@ class ApiError(Exception):
         """`status`: HTTP's. `param`: the field of the request that is wrong."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         self.param = param
         self.headers = dict(headers or {})
 
@@ -85,11 +90,16 @@ def as_api_error(error: Exception, renamed: Mapping[str, str] | None = None) -> 
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ParameterError):
+        if str(error).startswith(_FUNCTION_FAILED):
+            logger.error("a request failed: %s", error)
+            return ApiError(500, "one of the request's logits_processors failed", param="logits_processors")
         old = error.parameter
         new = (renamed or {}).get(old, old)
-        # The message begins with the name, and a client knows its own.
+        # The message begins with the name, and a client knows its own; a part of the old name is none of the new one.
         message = str(error)
-        return bad_request(new, new + message.removeprefix(old) if message.startswith(old) else message)
+        if new != old and message.startswith(old):
+            message = new + re.sub(r"^\.\w+", "", message.removeprefix(old))
+        return bad_request(new, message)
     if isinstance(error, QueueFullError):
         return unavailable(str(error))
     if isinstance(error, EngineDeadError):

@@ -60,7 +60,7 @@ def serve(engine_args: EngineArgs, args: ServerArgs, make_app: MakeApp) -> int:
             stall_timeout_s=args.engine_stall_timeout,
         )
         try:
-            serving = Serving(llm, args)
+            serving = Serving(llm, args, processors=list(engine_args.logits_processors or ()))
             server = Server(uvicorn_config(make_app(serving), args), serving)
             # What start-up has made stays: no collection of garbage needs to look through it again.
             gc.collect()
@@ -265,9 +265,12 @@ class _TlsFiles:
             return
         self._seen = times
         try:
-            context.load_cert_chain(self._args.ssl_certfile, self._args.ssl_keyfile)
-            if self._args.ssl_ca_certs is not None:
-                context.load_verify_locations(self._args.ssl_ca_certs)
+            # Where it does no harm first: a certificate without its key, when one is replaced and not yet the other,
+            # would go into the context and throw the old key out.
+            for one in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+                one.load_cert_chain(self._args.ssl_certfile, self._args.ssl_keyfile)
+                if self._args.ssl_ca_certs is not None:
+                    one.load_verify_locations(self._args.ssl_ca_certs)
         except (OSError, ssl.SSLError) as error:
             logger.error("the new TLS files cannot be used, the old ones stay: %s", error)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -18,6 +18,10 @@ from pyvllm.server.protocol import NOT_YET, SAMPLING_FIELDS, Body
 
 MAX_TEMPERATURE: Final = 2.0
 MAX_STOPS: Final = 64
+MAX_PROCESSORS: Final = 64
+MAX_BAD_WORDS: Final = 1024
+MAX_BAD_CHARACTERS: Final = 1 << 14
+"""Of all bad words, which become tokens on the event loop, while everybody waits."""
 MAX_DEPTH: Final = 100
 """Objects and lists within each other: what checks, copies or shows values goes a call deeper for each."""
 WARNING_HEADER: Final = "Warning"
@@ -128,23 +132,48 @@ def _wrong_field(error: ValidationError) -> ApiError:
     return bad_request(name, f"{place}: {text}{got}")
 
 
-def given_sampling(body: Body) -> dict[str, Any]:
+def given_sampling(body: Body, processors: Sequence[str]) -> dict[str, Any]:
     """The sampling parameters that a body has, as `SamplingParams` takes them.
 
-    Raises `ParameterError` for what is narrower over HTTP than elsewhere.
+    `processors`: what `logits_processors` may name. Raises `ParameterError` for what is narrower over HTTP than
+    elsewhere.
     """
     given = {name: body.__dict__[name] for name in body.model_fields_set if name in SAMPLING_FIELDS}
     temperature = given.get("temperature")
     if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
         raise parameter_error("temperature", f"a number from 0 to {MAX_TEMPERATURE:g}", temperature)
-    stop = given.get("stop")
-    if isinstance(stop, list) and len(stop) > MAX_STOPS:
-        raise parameter_error("stop", f"at most {MAX_STOPS} strings", f"{len(stop)} strings")
+    _check_sizes(given)
+    _check_processors(given.get("logits_processors"), processors)
     if "logit_bias" in given:
         given["logit_bias"] = _logit_bias(given["logit_bias"])
     if "structured_outputs" in given:
         given["structured_outputs"] = structured_outputs(given["structured_outputs"])
     return given
+
+
+def _check_sizes(given: Mapping[str, Any]) -> None:
+    """Raise `ParameterError` for more than a request may make others wait for."""
+    stop, words = given.get("stop"), given.get("bad_words")
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise parameter_error("stop", f"at most {MAX_STOPS} strings", f"{len(stop)} strings")
+    texts = [text for text in (words if isinstance(words, list) else [words]) if isinstance(text, str)]
+    size = sum(map(len, texts))
+    if len(texts) > MAX_BAD_WORDS or size > MAX_BAD_CHARACTERS:
+        expected = f"at most {MAX_BAD_WORDS} words of {MAX_BAD_CHARACTERS} characters together"
+        raise parameter_error("bad_words", expected, f"{len(texts)} of {size}")
+
+
+def _check_processors(value: object, known: Sequence[str]) -> None:
+    """Raise `ParameterError` for anything but names that are known; what else a client says is never looked up."""
+    if value is None:
+        return
+    names = ", ".join(known) or "it has none"
+    expected = f"a list of at most {MAX_PROCESSORS} names of the server's functions ({names})"
+    if not isinstance(value, list) or len(value) > MAX_PROCESSORS:
+        raise parameter_error("logits_processors", expected, value)
+    for name in value:
+        if not isinstance(name, str) or name not in known:
+            raise parameter_error("logits_processors", expected, name)
 
 
 def _logit_bias(value: object) -> dict[int, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pyvllm.chat import render_chat
 from pyvllm.inputs import ParsedPrompt
 from pyvllm.sampling_params import check_unicode
-from pyvllm.server.errors import ApiError, bad_request, chat_error
+from pyvllm.server.errors import bad_request, chat_error
 from pyvllm.tokenizer import Tokenizer
 
 _FIM_TOKENS: Final = (
@@ -135,19 +135,10 @@ def encode_chat(tokenizer: Tokenizer, chat: Conversation, cache_salt: str | None
     return ReadyPrompt(parsed=ParsedPrompt(text=text, token_ids=ids, cache_salt=cache_salt), token_ids=ids)
 
 
-def truncated(prompt: ReadyPrompt, count: int | None, max_model_len: int) -> ReadyPrompt:
-    """The prompt's last `count` tokens; -1 leaves room for one token to generate."""
-    if count is None:
+def truncated(prompt: ReadyPrompt, count: int | None, most: int) -> ReadyPrompt:
+    """The prompt's last `count` tokens; -1: its last `most`, which the context has room for."""
+    kept = most if count == -1 else count
+    if kept is None or len(prompt.token_ids) <= kept:
         return prompt
-    most = max_model_len - 1 if count == -1 else count
-    if len(prompt.token_ids) <= most:
-        return prompt
-    if most == 0:
-        raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0")
-    ids = prompt.token_ids[-most:]
+    ids = prompt.token_ids[-kept:]
     return ReadyPrompt(parsed=replace(prompt.parsed, text=None, token_ids=ids), token_ids=ids)
-
-
-def no_tokenizer() -> ApiError:
-    """For what needs one."""
-    return bad_request("prompt", "prompt must be token ids: the server runs without a tokenizer")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, 
 from pyvllm.arguments import field_docs
 from pyvllm.sampling_params import SamplingParams
 
-_INTERNAL: Final = ("detokenize", "output_kind", "logits_processors", "guided_decoding")
+_INTERNAL: Final = ("detokenize", "output_kind", "guided_decoding")
 """Fields of `SamplingParams` that are no client's business."""
 
 SAMPLING_FIELDS: Final = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.name not in _INTERNAL)
@@ -26,7 +26,7 @@ NOT_YET: Final = {
         "bad_words": "bad words",
         "structured_outputs": "constrained output",
         "stop_regex": "stopping at a regular expression",
-        "vllm_xargs": "logits processors by request",
+        "vllm_xargs": "argument of logits processors",
         "tools": "tool calls",
         "functions": "tool calls",
         "function_call": "tool calls",
@@ -64,9 +64,13 @@ class ResponseFormat(Body):
     """What form the text is to have."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    """text is any; structural_tag is not supported."""
+    """text is any; structural_tag is free text with tags whose content has a form."""
     json_schema: Json | None = None
     """For json_schema: an object whose field schema is one."""
+    structures: list[Json] | None = Field(default=None, fail_fast=True)
+    """For structural_tag: the tags, objects of begin, schema and end."""
+    triggers: list[str] | None = Field(default=None, fail_fast=True)
+    """For structural_tag: the texts after which a tag has to go on."""
 
 
 class GenerationBody(Body):
@@ -80,6 +84,18 @@ class GenerationBody(Body):
     """Only with stream."""
     response_format: ResponseFormat | None = None
     """The form of the text, as OpenAI has it; structured_outputs has more of them."""
+    guided_json: str | Json | None = None
+    """The text is JSON of this schema: an older name of structured_outputs.json."""
+    guided_regex: str | None = None
+    """The text matches this expression: an older name of structured_outputs.regex."""
+    guided_choice: list[str] | None = Field(default=None, fail_fast=True)
+    """The text is one of these: an older name of structured_outputs.choice."""
+    guided_grammar: str | None = None
+    """The text is one of this grammar: an older name of structured_outputs.grammar."""
+    guided_whitespace_pattern: str | None = None
+    """Whitespace of guided_json: an older name of structured_outputs.whitespace_pattern."""
+    guided_decoding_backend: str | None = None
+    """Ignored: there is one implementation."""
     priority: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Lower runs first, if the engine's policy is priority."""
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
@@ -201,8 +217,13 @@ class DemoBody(Body):
 
 def _sampling_definitions() -> dict[str, Any]:
     docs, hints = field_docs(SamplingParams), get_type_hints(SamplingParams)
-    # The keys of a JSON object are strings.
+    # The keys of a JSON object are strings, and functions do not travel.
     hints["logit_bias"] = dict[str, float]
+    hints["logits_processors"] = list[str] | None
+    docs["logits_processors"] = (
+        "Functions that change the logits of each token, one after the other, before anything else does: names of "
+        "those that the server was started with (--logits-processors)."
+    )
     made: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
         schema = TypeAdapter(hints[name]).json_schema()

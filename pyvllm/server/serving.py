@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, ParamSpec, TypeVar
@@ -23,7 +23,6 @@ from pyvllm.sampling_params import SamplingParams
 from pyvllm.server.config import ServerArgs
 from pyvllm.server.errors import ApiError, bad_request, chat_error, unavailable
 from pyvllm.server.metrics import Metrics
-from pyvllm.server.prompts import no_tokenizer
 from pyvllm.tokenizer import Tokenizer
 
 NOTES_KEY: Final = "pyvllm.notes"
@@ -52,10 +51,14 @@ class Notes:
 class Serving:
     """The model, how it is served, and what goes on."""
 
-    def __init__(self, llm: AsyncLLM, args: ServerArgs) -> None:
-        """Raises ValueError for a limit in the environment that is no number."""
+    def __init__(self, llm: AsyncLLM, args: ServerArgs, processors: Sequence[str] = ()) -> None:
+        """`processors`: what requests may name as logits_processors.
+
+        Raises ValueError for a limit in the environment that is no number.
+        """
         self.llm = llm
         self.args = args
+        self.processors: Final = tuple(processors)
         self.names: Final = args.served_model_name or [llm.info.model]
         self.created: Final = int(time.time())
         self.default_entries: Final = changed_entries(llm.info.default_sampling_params)
@@ -106,10 +109,10 @@ class Serving:
         """An id that no other request in the engine has, whatever clients send."""
         return f"{public_id}-{next(self._numbers)}"
 
-    def tokenizer(self) -> Tokenizer:
-        """Raises `ApiError` if there is none."""
+    def tokenizer(self, field: str) -> Tokenizer:
+        """`field`: of the request, what needs it. Raises `ApiError` if there is none."""
         if self.llm.tokenizer is None:
-            raise no_tokenizer()
+            raise bad_request(field, f"{field} needs a tokenizer, and the server runs without one")
         return self.llm.tokenizer
 
     def chat_template(self, given: str | None) -> str:
@@ -121,7 +124,7 @@ class Serving:
                 )
             return given
         try:
-            return choose_template(self.tokenizer().chat_templates, self.llm.info.chat_template)
+            return choose_template(self.tokenizer("messages").chat_templates, self.llm.info.chat_template)
         except ValueError as error:
             raise chat_error(error) from None
 

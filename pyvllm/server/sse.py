@@ -154,13 +154,12 @@ class ChunkWriter:
     def _add_piece(
         self, index: int, choice: _Choice, completion: _core.Completion, text: str, parts: list[bytes]
     ) -> None:
-        """A chunk that has more than its text."""
+        """A chunk that has more than its text, if there is anything to say."""
         shape, extras = self.plan.shape, self.plan.extras
-        if not text and (extras is None or not completion.token_ids):
-            return
-        more = shape.no_extras if extras is None else extras(index, completion)
-        ended = b',"finish_reason":null}'
-        parts += (choice.start, orjson.dumps(text), shape.after_text, more, ended, self._close())
+        more = shape.no_extras if extras is None or not completion.token_ids else extras(index, completion)
+        if text or more != shape.no_extras:
+            ended = b',"finish_reason":null}'
+            parts += (choice.start, orjson.dumps(text), shape.after_text, more, ended, self._close())
 
     def _finish(self, index: int, reason: str, stop_reason: int | str | None) -> bytes:
         shape = self.plan.shape
@@ -193,3 +192,20 @@ class ChunkWriter:
     def _usage(self) -> dict[str, Any]:
         cached = self.cached_tokens if self.plan.cached_details else None
         return usage_object(self.plan.prompt_tokens, self.completion_tokens, cached)
+
+
+class ScoreWriter(ChunkWriter):
+    """Writes the events of a request that only has its prompt scored: what is generated is left out."""
+
+    def write(self, prompt: int, output: _core.Output) -> bytes:
+        """What comes before the text of each choice, and its end."""
+        parts: list[bytes] = []
+        for completion in output.completions:
+            index = prompt * self.plan.n + completion.index
+            if index not in self._choices:
+                self._open(index, output, parts)
+            if completion.finish_reason is not None:
+                self.finish_reasons.append("length")
+                parts.append(self._finish(index, "length", None))
+        self._observe(prompt, output, 0)
+        return b"".join(parts)

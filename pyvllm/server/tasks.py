@@ -13,13 +13,14 @@ from starlette.responses import Response
 from pyvllm import _core
 from pyvllm.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from pyvllm.server.errors import as_api_error, bad_request
-from pyvllm.server.forms import response_form
+from pyvllm.server.forms import asked_form, form_fields
 from pyvllm.server.generation import Job, last_outputs, submitted, while_connected
 from pyvllm.server.logprobs import TokenTexts
 from pyvllm.server.parsing import make_params, parse_body, read_json
+from pyvllm.server.prompts import ReadyPrompt, truncated
 from pyvllm.server.protocol import GenerationBody
 from pyvllm.server.serving import Notes, Serving, notes_of
-from pyvllm.server.sse import ChunkShape, ChunkWriter, Extras, Opening, StreamPlan, error_events
+from pyvllm.server.sse import ChunkShape, ChunkWriter, Extras, Opening, ScoreWriter, StreamPlan, error_events
 from pyvllm.server.streaming import StreamedAnswer
 from pyvllm.server.usage import usage_object
 
@@ -35,6 +36,8 @@ class Task(ABC, Generic[B]):
 
     id_prefix: ClassVar[str]
     shape: ClassVar[ChunkShape]
+    scores_only = False
+    """Nothing was to be generated: the one token that an engine makes at least is left out."""
 
     def __init__(self, serving: Serving, body: B, model: str, job: Job) -> None:
         """`model`: the name to answer with."""
@@ -73,7 +76,8 @@ class Task(ABC, Generic[B]):
             cached_details=args.enable_prompt_tokens_details,
             extras=self.extras(),
         )
-        writer = ChunkWriter(plan=plan, metrics=self.serving.metrics.requests)
+        kind = ScoreWriter if self.scores_only else ChunkWriter
+        writer = kind(plan=plan, metrics=self.serving.metrics.requests)
         writer.opening = self.opening(writer)
         return writer
 
@@ -93,7 +97,7 @@ class Task(ABC, Generic[B]):
 
     def num_tokens(self, completion: _core.Completion) -> int:
         """Generated tokens that the answer has."""
-        return len(completion.token_ids)
+        return 0 if self.scores_only else len(completion.token_ids)
 
 
 class TextRoute(ABC, Generic[B]):
@@ -114,9 +118,28 @@ class TextRoute(ABC, Generic[B]):
         """Sampling parameters that have another name in this body -> that."""
 
     def all_renamed(self, body: GenerationBody) -> Mapping[str, str]:
-        """And what `response_format` stands for."""
-        form = {} if body.response_format is None else {"structured_outputs": "response_format"}
-        return {**self.renamed(body), **form}
+        """And what the form of the text is asked for by."""
+        (form, *_) = form_fields(body) or ["structured_outputs"]
+        return {**self.renamed(body), "structured_outputs": form}
+
+    def fitted(
+        self, prompt: ReadyPrompt, body: GenerationBody, params: SamplingParams, wanted: int | None
+    ) -> ReadyPrompt:
+        """The prompt, truncated if that is asked for, just as the engine would do it.
+
+        `wanted`: the max_tokens that the request itself has; a default gives way to the context's length. Raises
+        `ApiError` if the prompt leaves less room.
+        """
+        length = self.serving.llm.info.max_model_len
+        most = params.max_tokens
+        output = params.min_tokens if most is None or most >= length else most
+        prompt = truncated(prompt, body.truncate_prompt_tokens, max(1, length - max(1, output)))
+        size = len(prompt.token_ids) or 1
+        if wanted is not None and 0 < length - size < wanted:
+            name = self.renamed(body).get("max_tokens", "max_tokens")
+            room = f"{length - size} (max_model_len {length} less {size} prompt tokens)"
+            raise bad_request(name, f"{name} must be at most {room}, got {wanted}")
+        return prompt
 
     async def create(self, request: Request) -> Response:
         """Answer a request."""
@@ -165,20 +188,11 @@ def check_options(body: GenerationBody) -> None:
 def sampling(serving: Serving, body: GenerationBody, given: dict[str, Any], **fixed: Any) -> SamplingParams:
     """Parameters of a request, with the model's defaults under what was given.
 
-    A stream gets what is new, save for beams, where only the end is certain. Raises `ParameterError`, or `ApiError`
-    for what cannot be streamed.
+    Raises `ParameterError`, or `ApiError` for forms of the text that do not go together.
     """
-    beams = given.get("use_beam_search") is True
-    form = None if body.response_format is None else response_form(body.response_format)
-    if form is not None:
-        if "structured_outputs" in given:
-            raise bad_request("response_format", "response_format must not be given beside structured_outputs")
-        fixed["structured_outputs"] = form
-    kind = RequestOutputKind.DELTA if body.stream and not beams else RequestOutputKind.FINAL_ONLY
-    params = make_params(serving.default_entries, given, output_kind=kind, **fixed)
-    if body.stream and not beams and params.best_of is not None and params.best_of > params.n:
-        raise bad_request("best_of", f"best_of must be n ({params.n}) with stream, got {params.best_of}")
-    return params
+    fixed["structured_outputs"] = asked_form(body, given)
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return make_params(serving.default_entries, given, output_kind=kind, **fixed)
 
 
 def check_prompt_logprobs(body: GenerationBody, given: Mapping[str, Any]) -> None:

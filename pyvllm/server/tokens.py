@@ -33,7 +33,8 @@ class Tokens:
         ids = await self._ids(body)
         strings = None
         if body.return_token_strs:
-            strings = await self._serving.off_loop(lambda: [self._serving.tokenizer().token_text(i) for i in ids])
+            tokenizer = self._serving.tokenizer("return_token_strs")
+            strings = await self._serving.off_loop(lambda: [tokenizer.token_text(i) for i in ids])
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._serving.llm.info.max_model_len,
@@ -43,7 +44,7 @@ class Tokens:
         return Response(orjson.dumps(answer), media_type=JSON_TYPE, headers=headers)
 
     async def _ids(self, body: TokenizeBody) -> list[int]:
-        tokenizer = self._serving.tokenizer()
+        tokenizer = self._serving.tokenizer("prompt" if body.messages is None else "messages")
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "either prompt or messages must be given")
         if body.messages is None:
@@ -67,5 +68,5 @@ class Tokens:
         found = await read_json(request, self._serving.args.max_body_bytes)
         body, headers = parse_body(DetokenizeBody, found, self._serving.args.unknown_fields)
         self._serving.check_model(body.model)
-        text = await self._serving.off_loop(self._serving.tokenizer().decode, body.tokens, False)
+        text = await self._serving.off_loop(self._serving.tokenizer("tokens").decode, body.tokens, False)
         return Response(orjson.dumps({"prompt": text}), media_type=JSON_TYPE, headers=headers)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +22,15 @@ import httpx
 import openai
 import pytest
 
-START_S = 60.0
+from tests.async_requests import PATIENCE_S, is_gone
+
+START_S = 120.0
 ENGINE_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--num-gpu-blocks-override", "256", "--block-size", "8"),
     *("--max-num-seqs", "64"),
 )
+LONG_POOL = ("--num-gpu-blocks-override", "16384")
+"""What a server of `long_llama` needs, whose answers do not end while a test looks at them."""
 
 
 @dataclass(kw_only=True)
@@ -42,17 +49,26 @@ class Served:
     @cached_property
     def _http(self) -> httpx.Client:
         # One for all: making a client, which reads certificates, takes longer than most requests.
-        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60, verify=False)
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=PATIENCE_S, verify=False)
 
     def http(self) -> AbstractContextManager[httpx.Client]:
         return nullcontext(self._http)
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=PATIENCE_S)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         with self.http() as http:
             return http.post(path, json=body)
+
+    def send(self, path: str, body: Any = None) -> socket.socket:
+        """A connection on which a request was sent, and nothing read."""
+        content = b"" if body is None else json.dumps(body).encode()
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n"
+        port = int(self.url.rsplit(":", 1)[1])
+        connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+        return connection
 
     def engine_pids(self) -> list[int]:
         """Processes that the server has started."""
@@ -77,7 +93,7 @@ def serve(model: Path, folder: Path, *flags: str, module: str = "pyvllm", **vari
     log = folder / f"server-{time.monotonic_ns()}.log"
     command = ["serve"] if module == "pyvllm" else []
     argv = [sys.executable, "-m", module, *command, "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    env = os.environ | variables
     with log.open("wb") as file:
         process = subprocess.Popen([*argv, *ENGINE_FLAGS, *flags], stderr=file, stdout=file, env=env)
     engines: list[int] = []
@@ -91,15 +107,13 @@ def serve(model: Path, folder: Path, *flags: str, module: str = "pyvllm", **vari
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait()
-    wait_until(lambda: not any(lives(pid) for pid in engines), 10)
+    assert all(is_gone(pid) for pid in engines)
 
 
-def lives(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def stop(pid: int) -> None:
+    """Have a process do nothing more until it gets SIGCONT."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -109,7 +123,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
         if found:
             url = f"{found[1]}://127.0.0.1:{found[2]}"
             try:
-                if httpx.get(f"{url}/health", verify=False, timeout=2).status_code == 200:
+                if httpx.get(f"{url}/health", verify=False, timeout=PATIENCE_S).status_code == 200:
                     return url
             except httpx.TransportError:
                 pass
@@ -118,9 +132,9 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(f"the server did not start in {START_S} s: {log.read_text()}")
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     """Wait for something to become true."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, "did not become true in time"
         time.sleep(0.02)
@@ -134,11 +148,41 @@ def is_idle(served: Served) -> bool:
     return all(re.search(rf"^pyvllm:{name}{{[^}}]*}} 0.0$", text, re.MULTILINE) for name in names)
 
 
+PROCESSORS = (
+    *(
+        "--logits-processors",
+        "say=tests.some_processors:saying",
+        "--logits-processors",
+        "even=tests.some_processors:even",
+    ),
+    *("--logits-processors", json.dumps({name: f"tests.some_processors:{name}" for name in ("settled", "failing")})),
+)
+SAY: dict[str, Any] = {"logits_processors": ["say"], "temperature": 0}
+"""Have the model say its prompt again, or the last message of a chat, and then end."""
+OTHER_END = 5
+"""Id that ends texts of `other_server` too."""
+
+
 @pytest.fixture(scope="session")
 def session_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("server")
     names = ("--served-model-name", "tiny", "tiny-alias")
-    with serve(tiny_llama, folder, *names, "--enable-request-id-headers") as served:
+    with serve(tiny_llama, folder, *names, *PROCESSORS, "--enable-request-id-headers") as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def other_server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same model with defaults and ends of its own, no BOS token, and processed log-probabilities without limit."""
+    folder = tmp_path_factory.mktemp("other")
+    model = shutil.copytree(tiny_llama, folder / "model")
+    defaults = {"temperature": 0.0001, "top_k": 1, "eos_token_id": [257, OTHER_END]}
+    (model / "generation_config.json").write_text(json.dumps(defaults))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["bos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    modes = ("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1")
+    with serve(model, folder, *modes) as served:
         yield served
 
 

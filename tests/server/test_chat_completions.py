@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.server.answers import streamed
 from tests.server.conftest import Served
-from tests.server.test_completions import streamed
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -131,7 +131,6 @@ def test_wrong_fields_are_named(server: Served, field: str, body: dict[str, Any]
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
         ("tool_choice", "required"),
-        ("response_format", {"type": "structural_tag"}),
     ],
 )
 def test_what_does_not_exist_is_not_ignored(server: Served, field: str, value: Any) -> None:
@@ -143,31 +142,6 @@ def test_what_does_not_exist_is_not_ignored(server: Served, field: str, value: A
 def test_text_is_a_response_format(server: Served) -> None:
     body = GREEDY | {"response_format": {"type": "text"}, "tool_choice": "none", "user": "me", "store": False}
     assert server.post(PATH, body).status_code == 200
-
-
-def test_newer_name_of_max_tokens_wins(server: Served) -> None:
-    answer = server.post(PATH, GREEDY | {"max_tokens": 8, "max_completion_tokens": 3}).json()
-    assert answer["usage"]["completion_tokens"] == 3
-
-
-def test_answers_fill_the_context_without_a_limit(server: Served) -> None:
-    answer = server.post(PATH, {"messages": HELLO, "temperature": 0, "ignore_eos": True}).json()
-    assert answer["usage"]["total_tokens"] == 512
-    assert answer["choices"][0]["finish_reason"] == "length"
-
-
-def test_logprobs(server: Served) -> None:
-    body = GREEDY | {"logprobs": True, "seed": 1, "temperature": 1}
-    (choice,) = server.post(PATH, body).json()["choices"]
-    entries = choice["logprobs"]["content"]
-    assert len(entries) == 8
-    assert all(entry["top_logprobs"] == [] for entry in entries)
-    shown = b"".join(bytes(entry["bytes"]) for entry in entries).decode(errors="replace")
-    assert shown == choice["message"]["content"]
-    (choice,) = server.post(PATH, body | {"top_logprobs": 3}).json()["choices"]
-    assert all(len(entry["top_logprobs"]) == 3 for entry in choice["logprobs"]["content"])
-    pieces = [chunk["choices"][0].get("logprobs") for chunk in streamed(server, PATH, body | {"top_logprobs": 3})]
-    assert [entry for piece in pieces if piece for entry in piece["content"]] == choice["logprobs"]["content"]
 
 
 def test_final_message_goes_on(server: Served) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyvllm.server import command
+from tests.async_requests import PATIENCE_S
 from tests.server.conftest import Served
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_all_commands_are_of_a_kind_that_is_tested() -> None:
 @pytest.mark.parametrize("block", CURLS + README_CURLS)
 def test_curl_lines_are_answered(server: Served, block: str) -> None:
     line = block.replace(HOST, server.url).replace("curl", "curl --silent --show-error --fail", 1)
-    result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 20
     assert '"error":' not in result.stdout
@@ -58,7 +59,7 @@ def test_flags_are_known(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_python_lines_run(server: Served) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PYTHON.replace(HOST, server.url)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PYTHON.replace(HOST, server.url)], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
@@ -69,7 +68,9 @@ def test_wrong_values_are_named(server: Served, field: str, value: Any) -> None:
     assert field in message
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [1e20], [True], [[]], ["a", 1], [1, "a"], {}, 5, [2**31], [None]])
+@pytest.mark.parametrize(
+    "prompt", [[1.5], [1e20], [True], [[]], ["a", 1], [1, "a"], {}, 5, [2**31], [None], [{}], [[1], "a"]]
+)
 def test_prompts_that_are_none(server: Served, prompt: Any) -> None:
     assert "prompt" in assert_error(server.post(PATH, BODY | {"prompt": prompt}), 400, "prompt")
 
@@ -108,21 +109,19 @@ def test_planned_features_are_refused_until_they_exist(server: Served, field: st
         assert_error(server.post(PATH, BODY | {field: ["x"]}), 501, field)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(server: Served, name: str, number: str) -> None:
-    content = f'{{"prompt":"a","max_tokens":1,"{name}":{number}}}'
-    with server.http() as http:
-        response = http.post(PATH, content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert json.loads(response.text)["error"]["code"] == 400
+def test_messages_do_not_repeat_long_values(server: Served) -> None:
+    for field, value in (
+        ("stop_regex", ["a{1,100}b"] * 10_000),
+        ("stop", [5] * 10**5),
+        ("structured_outputs", ["x"] * 10**5),
+    ):
+        assert len(assert_error(server.post(PATH, BODY | {field: value}), 400, field)) <= 2003
 
 
 def test_unknown_fields_have_a_nearest_name(server: Served) -> None:
     message = assert_error(server.post(PATH, BODY | {"temprature": 1}), 400, "temprature")
     assert "did you mean temperature?" in message
     assert_error(server.post(PATH, BODY | {"xyzzy": None}), 400, "xyzzy")
-    assert_error(server.post(PATH, BODY | {"guided_json": {}}), 400, "guided_json")
 
 
 def test_openai_client_gets_its_exceptions(client: openai.OpenAI) -> None:

@@ -43,6 +43,26 @@ def test_lists_are_given_in_each_of_their_ways() -> None:
     assert args.allowed_methods == ["GET", "POST"]
 
 
+def test_functions_on_logits_are_named_in_each_of_their_ways(tmp_path: Path) -> None:
+    expected = {"a": "m:f", "b": "m:g"}
+    both = ("--logits-processors", "a=m:f", "--logits-processors", "b=m:g")
+    for words in (both, ("--logits-processors", '{"a": "m:f", "b": "m:g"}'), (*both[:2], both[2], '{"b": "m:g"}')):
+        assert _parse("m", *words)[0].logits_processors == expected
+    file = tmp_path / "c.yaml"
+    for text in ("{a: 'm:f', b: 'm:g'}", "['a=m:f', 'b=m:g']"):
+        file.write_text(f"logits-processors: {text}")
+        assert _parse("m", "--config", str(file))[0].logits_processors == expected
+    assert _parse("m", "--config", str(file), *both[:2])[0].logits_processors == {"a": "m:f"}
+    assert _parse("m")[0].logits_processors is None
+
+
+@pytest.mark.parametrize("text", ["m:f", "=m:f", "a=", "", "{", '["a"]'])
+def test_wrong_names_of_functions_on_logits(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse("m", "--logits-processors", text)
+    assert "argument --logits-processors: " in capsys.readouterr().err
+
+
 def test_environment_is_used_without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "old")
     monkeypatch.setenv("PYVLLM_PORT", "81")

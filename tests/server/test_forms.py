@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.answers import streamed
 from tests.server.conftest import Served
-from tests.server.test_completions import streamed
 from tests.server.test_errors import assert_error
 
 COMPLETION: dict[str, Any] = {"prompt": "Hello", "max_tokens": 64, "temperature": 0}
@@ -82,9 +82,45 @@ def test_wrong_forms_are_named(server: Served, value: Any, stream: bool) -> None
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "x"}}},
+        {"response_format": {"type": "structural_tag"}},
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "a", "schema": {}}],
+                "triggers": ["b"],
+            }
+        },
+        {"response_format": {"type": "structural_tag", "structures": 5}},
         _format({"type": "nothing"}),
         _format(SCHEMA) | {"structured_outputs": {"regex": "a"}},
     ],
 )
 def test_wrong_response_formats_are_named(server: Served, field: dict[str, Any]) -> None:
     assert "response_format" in assert_error(server.post(CHAT_PATH, CHAT | field), 400, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "must not be given beside guided_json"),
+        (_format(SCHEMA) | {"guided_choice": ["a"]}, "guided_choice", "must not be given beside response_format"),
+        ({"structured_outputs": {"regex": 5}, "guided_regex": "a"}, "structured_outputs", "regex is a string, got 5"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "only be given with"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(
+    server: Served, fields: dict[str, Any], param: str, message: str
+) -> None:
+    assert message in assert_error(server.post(CHAT_PATH, CHAT | fields), 400, param)
+
+
+def test_whitespace_of_guided_json_has_its_pattern(server: Served) -> None:
+    body = CHAT | {"guided_json": SCHEMA, "guided_whitespace_pattern": "  "}
+    text = server.post(CHAT_PATH, body).json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(r'\{(  )?"a"(  )?:(  )?(true|false)(  )?\}', text), text
+    assert "  " in text
+
+
+def test_any_text_beside_a_form_is_that_form(server: Served) -> None:
+    body = CHAT | {"response_format": {"type": "text"}, "guided_choice": ["red"]}
+    assert server.post(CHAT_PATH, body).json()["choices"][0]["message"]["content"] == "red"

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from pyvllm.server.auth import ApiKeys
+from tests.async_requests import PATIENCE_S
 from tests.server.conftest import Served, serve
 
 KEYS = ("key-one-5123", "key-two-8841")
@@ -40,7 +41,7 @@ def test_every_route_needs_a_key_but_health(keyed: Served) -> None:
     assert {"/v1/completions", "/metrics", "/tokenize", "/invocations", "/engine/snapshot"} <= {
         path for _, path in routes
     }
-    with httpx.Client(base_url=keyed.url) as stranger:
+    with httpx.Client(timeout=PATIENCE_S, base_url=keyed.url) as stranger:
         for method, path in routes:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEYS[0]}):
                 response = stranger.request(method, path, headers=headers)
@@ -54,7 +55,7 @@ def test_every_route_needs_a_key_but_health(keyed: Served) -> None:
 
 def test_each_key_opens_every_route(keyed: Served) -> None:
     for key in KEYS:
-        with httpx.Client(base_url=keyed.url, headers={"Authorization": f"Bearer {key}"}) as http:
+        with httpx.Client(timeout=PATIENCE_S, base_url=keyed.url, headers={"Authorization": f"Bearer {key}"}) as http:
             assert all(http.request(method, path).status_code != 401 for method, path in _routes(keyed))
     assert keyed.client().models.list().data[0].id == "tiny"
     with pytest.raises(openai.AuthenticationError):
@@ -106,13 +107,13 @@ def test_websockets_open_nothing(keyed: Served) -> None:
 
 @pytest.mark.parametrize("value", [b"Bearer \xc3\xa9", b"Bearer", b"", b"Basic a2V5", b"Bearer " + b"x" * 10_000])
 def test_odd_keys_are_refused(keyed: Served, value: bytes) -> None:
-    with httpx.Client(base_url=keyed.url) as http:
+    with httpx.Client(timeout=PATIENCE_S, base_url=keyed.url) as http:
         assert http.get("/v1/models", headers=[(b"authorization", value)]).status_code == 401
 
 
 def test_preflight_needs_no_key(keyed: Served) -> None:
     headers = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
-    with httpx.Client(base_url=keyed.url) as http:
+    with httpx.Client(timeout=PATIENCE_S, base_url=keyed.url) as http:
         allowed = http.options("/v1/completions", headers=headers)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
@@ -152,7 +153,7 @@ def test_keys_are_bytes_of_any_kind(key: str) -> None:
 
 
 def test_keys_are_in_no_log_and_no_error(keyed: Served) -> None:
-    with httpx.Client(base_url=keyed.url) as http:
+    with httpx.Client(timeout=PATIENCE_S, base_url=keyed.url) as http:
         for key in (KEYS[0], "wrong-key-77"):
             http.get(f"/v1/models?key={key}", headers={"Authorization": f"Bearer {key}"})
     log = keyed.log.read_text()
@@ -165,7 +166,7 @@ def _raw_status(served: Served, head: str) -> int:
     address = urlsplit(served.url)
     assert address.hostname is not None
     assert address.port is not None
-    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + b"Connection: close\r\n\r\n")
         line = connection.makefile("rb").readline()
     return int(line.split()[1])

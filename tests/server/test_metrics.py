@@ -88,13 +88,6 @@ def test_small_routes(server: Served) -> None:
         assert http.get("/ping").status_code == http.post("/ping").status_code == 200
 
 
-def test_answers_are_not_held_back(server: Served) -> None:
-    """Nagle's algorithm would hold the second packet of an answer until the client's delayed acknowledgement, 40 ms."""
-    with server.http() as http:
-        seconds = [http.get("/version").elapsed.total_seconds() for _ in range(30)]
-    assert sorted(seconds)[10] < 0.02
-
-
 def test_tokenize_and_back(server: Served) -> None:
     answer = server.post("/tokenize", {"prompt": "the song", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])

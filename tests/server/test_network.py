@@ -16,8 +16,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tests.async_requests import PATIENCE_S
+from tests.server.answers import streamed
 from tests.server.conftest import Served, serve, wait_until
-from tests.server.test_completions import streamed
 
 MODULE = "tests.server.test_network"
 TLS = Path(__file__).parent / "tls"
@@ -143,10 +144,12 @@ def test_new_certificates_are_taken(secure: Served) -> None:
 
     assert certificate().split() == (TLS / "first.pem").read_text().split()
     trusting = ssl.create_default_context(cafile=str(TLS / "first.pem"))
-    assert httpx.get(f"{secure.url}/health", verify=trusting).status_code == 200
-    for name in ("key", "pem"):
-        shutil.copy(TLS / f"second.{name}", secure.log.parent / f"now.{name}")
-    wait_until(lambda: certificate().split() == (TLS / "second.pem").read_text().split(), 10)
+    assert httpx.get(f"{secure.url}/health", verify=trusting, timeout=PATIENCE_S).status_code == 200
+    shutil.copy(TLS / "second.pem", secure.log.parent / "now.pem")
+    wait_until(lambda: "the new TLS files cannot be used, the old ones stay" in secure.log.read_text())
+    assert certificate().split() == (TLS / "first.pem").read_text().split()
+    shutil.copy(TLS / "second.key", secure.log.parent / "now.key")
+    wait_until(lambda: certificate().split() == (TLS / "second.pem").read_text().split())
 
 
 def test_clients_that_speak_no_tls_hold_up_nobody(secure: Served) -> None:
@@ -156,7 +159,7 @@ def test_clients_that_speak_no_tls_hold_up_nobody(secure: Served) -> None:
         done = threading.Event()
         with ThreadPoolExecutor() as pool:
             pool.submit(secure.post, "/v1/completions", BODY).add_done_callback(lambda _: done.set())
-            assert done.wait(10)
+            assert done.wait(PATIENCE_S)
     finally:
         for connection in silent:
             connection.close()

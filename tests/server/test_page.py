@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pyvllm.async_llm import EngineSnapshot
 from pyvllm.server.live_view import block_runs
 from pyvllm.server.static_files import FOLDER, read_files
-from tests.server.conftest import Served, serve
+from tests.async_requests import PATIENCE_S
+from tests.server.conftest import LONG_POOL, Served, serve
 
 KEY = "page-key-31"
 FILES = read_files(FOLDER)
@@ -26,15 +27,16 @@ TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 @pytest.fixture(scope="module")
-def keyed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tiny_llama, tmp_path_factory.mktemp("page"), "--api-key", KEY, "--root-path", "/llm") as served:
+def keyed(long_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--api-key", KEY, "--root-path", "/llm", *LONG_POOL)
+    with serve(long_llama, tmp_path_factory.mktemp("page"), *flags) as served:
         served.key = KEY
         yield served
 
 
 def test_files_load_without_a_key_with_headers_that_keep_them_to_themselves(keyed: Served) -> None:
     assert {"/", "/web/main.js", "/web/style.css", "/web/icon.svg"} <= set(FILES)
-    with httpx.Client(base_url=keyed.url) as stranger:
+    with httpx.Client(base_url=keyed.url, timeout=PATIENCE_S) as stranger:
         for path, file in FILES.items():
             response = stranger.get(path)
             assert (response.status_code, response.content) == (200, file.content)
@@ -52,7 +54,7 @@ def test_files_load_without_a_key_with_headers_that_keep_them_to_themselves(keye
 
 @pytest.mark.parametrize("path", ["/web/", "/web", "/web/nothing.js", "/web/../auth.py", "/web/%2e%2e/auth.py"])
 def test_nothing_else_loads_beside_the_files(keyed: Served, path: str) -> None:
-    with httpx.Client(base_url=keyed.url) as stranger:
+    with httpx.Client(base_url=keyed.url, timeout=PATIENCE_S) as stranger:
         assert stranger.get(path).status_code == 401
     with keyed.http() as http:
         assert http.get(path).status_code == 404
@@ -82,7 +84,7 @@ def test_the_page_can_be_turned_off(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def test_the_live_view_needs_the_key_and_is_not_kept(keyed: Served) -> None:
-    with httpx.Client(base_url=keyed.url) as stranger:
+    with httpx.Client(base_url=keyed.url, timeout=PATIENCE_S) as stranger:
         refused = stranger.get("/engine/snapshot")
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
         assert "blocks" not in refused.text
@@ -91,17 +93,18 @@ def test_the_live_view_needs_the_key_and_is_not_kept(keyed: Served) -> None:
         response = http.get("/engine/snapshot")
     assert (response.status_code, response.headers["cache-control"]) == (200, "no-store")
     found = response.json()
-    assert found["stats"]["num_gpu_blocks"] == sum(found["blocks"]["lengths"]) == 256
+    assert found["stats"]["num_gpu_blocks"] == sum(found["blocks"]["lengths"]) == 16_384
     # Keys and values, of 2 layers with 2 heads of 16 values, in float32.
     assert (found["block_size"], found["block_bytes"]) == (8, 8 * 2 * 2 * 2 * 16 * 4)
 
 
 def test_the_live_view_shows_who_holds_which_block(keyed: Served) -> None:
-    body = {"prompt": "a b " * 40, "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": True, "request_id": "mine"}
+    body: dict[str, Any] = {"prompt": "a b " * 40, "max_tokens": 30_000, "ignore_eos": True, "n": 2, "stream": True}
+    body["request_id"] = "mine"
     begun, enough = threading.Event(), threading.Event()
 
     def read() -> None:
-        client = httpx.Client(base_url=keyed.url, headers=keyed.headers, timeout=60)
+        client = httpx.Client(base_url=keyed.url, headers=keyed.headers, timeout=PATIENCE_S)
         with client, client.stream("POST", "/v1/completions", json=body) as response:
             for _ in response.iter_lines():
                 begun.set()
@@ -110,7 +113,7 @@ def test_the_live_view_shows_who_holds_which_block(keyed: Served) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     seen: dict[str, Any] = {"requests": []}
     with keyed.http() as http:
         while not seen["requests"]:  # The one before may be as old as a fifth of a second.

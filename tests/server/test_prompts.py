@@ -1,6 +1,8 @@
-"""Prompts with a gap, for models trained to fill in."""
+"""Prompts as requests have them: with a gap, for models trained to fill in; cut; of a server without a tokenizer."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -10,6 +12,8 @@ from pyvllm.inputs import ParsedPrompt
 from pyvllm.server.errors import ApiError
 from pyvllm.server.prompts import ReadyPrompt, encode_with_gap, truncated
 from pyvllm.tokenizer import Tokenizer
+from tests.server.conftest import serve
+from tests.server.test_errors import assert_error
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -68,6 +72,23 @@ def test_truncation_keeps_the_end() -> None:
     assert truncated(prompt, None, 100) is prompt
     assert truncated(prompt, 3, 100) is prompt
     assert truncated(prompt, 2, 100).token_ids == [2, 3]
-    assert truncated(prompt, -1, 3).token_ids == [2, 3]
-    with pytest.raises(ApiError, match="got 0"):
-        truncated(prompt, 0, 100)
+    assert truncated(prompt, -1, 2).token_ids == [2, 3]
+
+
+def test_without_a_tokenizer_only_ids_are_taken(tiny_llama: Path, tmp_path: Path) -> None:
+    message = {"role": "user", "content": "a"}
+    with serve(tiny_llama, tmp_path, "--skip-tokenizer-init") as served:
+        for path, body, param in (
+            ("/v1/completions", {"prompt": "a"}, "prompt"),
+            ("/v1/completions", {"prompt": [1], "stop": "a"}, "stop"),
+            ("/v1/completions", {"prompt": [1], "guided_regex": "a"}, "guided_regex"),
+            ("/v1/completions", {"prompt": [1], "suffix": "a"}, "suffix"),
+            ("/v1/chat/completions", {"messages": [message]}, "messages"),
+            ("/tokenize", {"prompt": "a"}, "prompt"),
+            ("/tokenize", {"messages": [message]}, "messages"),
+            ("/detokenize", {"tokens": [1]}, "tokens"),
+        ):
+            assert "without" in assert_error(served.post(path, body), 400, param)
+        good = {"prompt": [1], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+        (choice,) = served.post("/v1/completions", good).json()["choices"]
+        assert (len(choice["token_ids"]), choice["text"]) == (3, "")

@@ -7,15 +7,17 @@ import { TokenText, tokensOfChat, tokensOfCompletion } from "./tokens.js";
 const NEAR_END_PX = 40;
 const DRAW_MS = 40;
 
-/** How the two APIs differ. */
+/** How the two APIs differ. `maxTokens`: what is asked for unless the user says something else. */
 export const CHAT = {
   path: "v1/chat/completions",
+  maxTokens: undefined, // what the context has room for
   logprobs: { logprobs: true, top_logprobs: ALTERNATIVES },
   textOf: (choice) => choice.delta.content ?? "",
   tokensOf: tokensOfChat,
 };
 export const COMPLETION = {
   path: "v1/completions",
+  maxTokens: 256, // the API's own default is but 16
   logprobs: { logprobs: ALTERNATIVES },
   textOf: (choice) => choice.text,
   tokensOf: tokensOfCompletion,
@@ -134,11 +136,11 @@ export class Generator {
 
 function requestBody(api, body, withLogprobs) {
   const usage = { include_usage: true, continuous_usage_stats: true };
-  return { ...body, stream_options: usage, ...(withLogprobs ? api.logprobs : {}) };
+  return { max_tokens: api.maxTokens, ...body, stream_options: usage, ...(withLogprobs ? api.logprobs : {}) };
 }
 
 function endingOf({ finish_reason: reason, stop_reason: what }) {
-  if (reason === "length") return "ended at max tokens";
+  if (reason === "length") return "ended at the token limit";
   if (reason === "stop" && typeof what === "string") return `ended at ${JSON.stringify(what)}`;
   return reason === "stop" ? "ended by itself" : reason;
 }

@@ -36,6 +36,8 @@ export class Playground {
   setMode(mode) {
     byId("chat").hidden = mode !== "chat";
     byId("completion").hidden = mode === "chat";
+    const { maxTokens } = mode === "chat" ? CHAT : COMPLETION;
+    byId("settings-form").elements.max_tokens.placeholder = maxTokens ?? "what fits";
   }
 
   /** Stopping is possible exactly while something runs; the focus stays where there is something to do. */

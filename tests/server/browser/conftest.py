@@ -10,15 +10,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Request, Route, expect, sync_playwright
 
-from tests.conftest import TinyCheckpoint
-from tests.server.conftest import Served, is_idle, serve, wait_until
+from tests.async_requests import PATIENCE_S
+from tests.server.conftest import LONG_POOL, Served, is_idle, serve, wait_until
 
 KEY = "browser-key-77"
+expect.set_options(timeout=1000 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ class Watched:
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
-        expect(self.page.locator("#announcement")).not_to_be_empty(timeout=30_000)
+        expect(self.page.locator("#announcement")).not_to_be_empty()
 
     def answer(self) -> str:
         return self.page.locator(".message.assistant > div").last.text_content() or ""
@@ -63,6 +65,7 @@ class Watched:
 def open_tab(context: BrowserContext, served: Served) -> Watched:
     watched = Watched(page=context.new_page(), url=served.url)
     page = watched.page
+    page.set_default_timeout(1000 * PATIENCE_S)
     page.on("console", lambda message: watched.complaints.append(message.text))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
 
@@ -89,11 +92,9 @@ def tab(browser: Browser, server: Served, request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.fixture(scope="session")
-def keyed(tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def keyed(long_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with a key, and a context so long that an answer does not end before it is looked at."""
-    model = tiny_checkpoint("llama", {"max_position_embeddings": 8192})
-    flags = ("--api-key", KEY, "--num-gpu-blocks-override", "1024")
-    with serve(model, tmp_path_factory.mktemp("browser"), *flags) as served:
+    with serve(long_llama, tmp_path_factory.mktemp("browser"), "--api-key", KEY, *LONG_POOL) as served:
         served.key = KEY
         yield served
 
@@ -108,10 +109,10 @@ def long_answer(browser: Browser, keyed: Served) -> Iterator[Watched]:
         page.keyboard.press("Enter")
         expect(page.locator("#engine-state")).to_have_text("live")
         # What the page does not offer, so that the answer does not end by itself.
-        page.route("**/v1/completions", _with_fields(ignore_eos=True))
+        page.route("**/v1/completions", with_fields(ignore_eos=True))
         page.click("text=Completion")
         page.click("#settings summary")
-        page.fill("[name=max_tokens]", "8000")
+        page.fill("[name=max_tokens]", "60000")
         page.fill("#prompt", "b " * 20)
         page.press("#prompt", "Enter")
         page.wait_for_selector("#output .token")
@@ -120,7 +121,7 @@ def long_answer(browser: Browser, keyed: Served) -> Iterator[Watched]:
     assert all("status of 401" in text for text in watched.complaints)
 
 
-def _with_fields(**fields: object) -> Callable[[Route], None]:
+def with_fields(**fields: object) -> Callable[[Route], None]:
     return lambda route: route.continue_(post_data=json.dumps((route.request.post_data_json or {}) | fields))
 
 

@@ -29,6 +29,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keyed: Served
         page.keyboard.press("Enter")
         expect(page.locator("#engine-state")).to_have_text("live")
         expect(page.locator("#key-dialog")).to_be_hidden()
+        page.click("#settings summary")
+        page.fill("[name=max_tokens]", "30")
         tab.chat("Hello")
         assert tab.answer() or "ended" in page.inner_text("#status")
         page.reload()

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.browser.conftest import Watched, answer_with, token
+from tests.server.browser.conftest import Watched, answer_with, token, with_fields
 from tests.server.conftest import Served, wait_until
 
 MARKUP = "<img src=x onerror=alert(1)><b>&amp;</b>"
@@ -38,6 +38,26 @@ def test_a_chat_streams_what_the_api_answers(tab: Watched, server: Served) -> No
         tab.wait_for_end()
     page.click("#new-chat")
     assert page.locator(".message").count() == 0
+
+
+def test_an_answer_may_be_as_long_as_there_is_room_for(tab: Watched) -> None:
+    page = tab.page
+    page.route("**/v1/**", with_fields(ignore_eos=True))
+    tab.chat("x y z " * 60)  # which leaves less than 200 tokens of 512
+    expect(page.locator("#status")).to_contain_text("ended at the token limit")
+    expect(page.locator("#notice")).to_be_hidden()
+    page.click("text=Completion")
+    page.fill("#prompt", "x y z " * 60)
+    page.press("#prompt", "Enter")
+    expect(page.locator("#notice")).to_contain_text("max_tokens must be at most ")
+    assert page.input_value("#prompt") == "x y z " * 60
+    page.fill("#prompt", "x y z")
+    page.press("#prompt", "Enter")
+    expect(page.locator("#status")).to_contain_text("256 tokens")
+    expect(page.locator("#notice")).to_be_hidden()
+    assert [body.get("max_tokens") for body in tab.posted] == [None, 256, 256]
+    assert [text for text in tab.complaints if "status of 400" not in text] == []
+    tab.complaints.clear()
 
 
 def test_sampling_parameters_are_sent_and_wrong_ones_are_named(tab: Watched) -> None:
@@ -90,7 +110,7 @@ def test_stopping_ends_the_request_in_the_engine(long_answer: Watched, keyed: Se
     expect(page.locator("#status")).to_contain_text("stopped by you")
     expect(page.locator("#completion .stop")).to_be_disabled()
     expect(page.locator("#completion .start")).to_be_enabled()
-    assert 0 < page.locator("#output .token").count() < 8000
+    assert 0 < page.locator("#output .token").count() < 60_000
     wait_until(lambda: keyed.metric("pyvllm:num_requests_running") == 0)
 
 
