@@ -33,8 +33,11 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def tolerance_of(dtype: torch.dtype, max_seq_len: int) -> float:
-    """Sums over thousands of keys in another order differ by more in float32; other types round more than that."""
-    return 3e-5 if dtype == torch.float32 and max_seq_len > 1000 else TOLERANCES[dtype]
+    """In float32 the largest of thousands of scores is some 40 at a scale of 0.7, known to its last bits of 4e-6, and
+    weights are no better; sums in another order add to that. Products in TF32 would err by 1e-2. Other types round more
+    than all this.
+    """
+    return 1e-4 if dtype == torch.float32 and max_seq_len > 1000 else TOLERANCES[dtype]
 
 
 MIXED = [(0, 1), (36, 1), (7, 1), (70, 1), (0, 5), (16, 16), (3, 30), (0, 2)]

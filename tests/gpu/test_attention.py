@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels import Attention
 from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import paged_attention, plan_attention
@@ -121,20 +122,14 @@ def test_a_captured_graph_serves_other_lengths(attention: Attention) -> None:
         plan = plan_attention(step, attention, kv_layer)
         return torch.stack([paged_attention(query, kv_layer, plan) for _ in range(2)])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        attend()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = attend()
+    graphs: Graphs[torch.Tensor] = Graphs(DEVICE)
+    graphs.run("step", attend)
 
     mixed = [(int(length), 1) for length in torch.randint(0, 1900, (60,))]
     for lens in ([(50_000, 1)], mixed, [(0, 1), (63, 1), (64, 1)], [], [(500, 1)] * 64):
         other = step_buffer(lens, block_size, num_blocks, pad_to=graph_size)
         buffer[: len(other)] = torch.from_numpy(other)
-        graph.replay()
+        outputs = graphs.run("step", attend)
         seen = view(other)
         reference = ReferenceKernels()
         expected = reference.paged_attention(query, kv_layer, reference.plan(seen, attention, kv_layer))

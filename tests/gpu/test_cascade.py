@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels import Attention
 from pyvllm.kernels.reference import ReferenceKernels
 from pyvllm.kernels.triton.attention import cascade_kind, paged_attention, plan_attention
@@ -81,20 +82,14 @@ def test_a_captured_graph_serves_other_groupings(members: int) -> None:
         plan = plan_attention(step, LLAMA, kv_layer)
         return torch.stack([paged_attention(query, kv_layer, plan) for _ in range(2)])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        attend()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = attend()
+    graphs: Graphs[torch.Tensor] = Graphs(DEVICE)
+    graphs.run("step", attend)
 
     long = Cascade(shared=64 * 300, own=[40, 1, 700, 9])
     for groups, alone in [(LARGE, ALONE), (SMALL, ALONE), ([long], ALONE), ([], [50_000]), ([], [])]:
         other = cascade_buffer(groups, alone, block_size, num_blocks, pad_to=graph_size)
         buffer[: len(other)] = torch.from_numpy(other)
-        graph.replay()
+        outputs = graphs.run("step", attend)
         reference = ReferenceKernels()
         expected = reference.paged_attention(query, kv_layer, reference.plan(view(other), LLAMA, kv_layer))
         tolerance = TOLERANCES[torch.bfloat16]

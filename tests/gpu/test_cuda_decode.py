@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels.cuda.decode import decode_attention, fused_decode_attention
 from pyvllm.kernels.triton.attention import paged_attention, plan_attention
 from pyvllm.kernels.triton.attention_config import AttentionConfig, DecodeConfig
 from pyvllm.step import HEADER_LEN, StepView
 from tests import decode_cases
-from tests.attention_cases import blocks_for, spec, step_buffer, used_kv, view
+from tests.attention_cases import DEVICE, blocks_for, spec, step_buffer, used_kv, view
 from tests.decode_cases import DecodeCase
 
 pytestmark = pytest.mark.skipif(
@@ -70,14 +71,12 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     def run() -> None:
         decode_attention(query, kv_layer, output, plan_attention(step, attention, kv_layer, config))
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graphs: Graphs[None] = Graphs(DEVICE)
+    graphs.run("step", run)
     for buffer in (*buffers, buffers[0]):
         live[: len(buffer)] = buffer.cuda()
         output.fill_(float("nan"))
-        graph.replay()
+        graphs.run("step", run)
         own = view(buffer.numpy())
         expected = paged_attention(query, kv_layer, plan_attention(own, attention, kv_layer))
         torch.testing.assert_close(output[:3], expected[:3], atol=1e-2, rtol=1e-2)

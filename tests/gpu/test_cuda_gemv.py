@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels.cuda.linear import skinny_linear
 from tests.linear_cases import LinearCase, make, relative_error
 
@@ -65,13 +66,11 @@ def test_a_chain_of_kernels_that_overlap_reads_what_the_one_before_wrote() -> No
 
     start = layers[1][0].x.contiguous()
     hidden = start.clone()
-    forward(hidden)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward(hidden)
+    graphs: Graphs[None] = Graphs(device)
+    graphs.run("chain", lambda: forward(hidden))
     for _ in range(10):
         hidden.copy_(start)
-        graph.replay()
+        graphs.run("chain", lambda: forward(hidden))
         assert relative_error(hidden, expected(start).float()) < 1e-2
         start = start.roll(1, 1)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels import ACTIVATIONS, Norm, plain
 from pyvllm.kernels.triton.activation import gated
 from pyvllm.kernels.triton.blocks import blocks_kernel, copy_blocks, swap_blocks
@@ -164,13 +165,10 @@ def test_all_may_be_captured_and_replayed_for_other_numbers() -> None:
         copy_blocks(pool, pairs.view(2, 2))
         return [hidden, normed, query]
 
-    compute()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = compute()
+    graphs: Graphs[list[Tensor]] = Graphs(GPU)
+    graphs.run("all", compute)
     step.copy_(torch.tensor([[3, -1, -4, 49], [0, 99, 5, 6], [511, -1, 0, 64], [0, 1, 2, 3]]))
-    graph.replay()
-    again = [tensor.clone() for tensor in captured]
+    again = [tensor.clone() for tensor in graphs.run("all", compute)]
     kv_replayed, pool_replayed = kv_layer.clone(), pool.clone()
     for actual, expected in zip(again, compute(), strict=True):
         assert torch.equal(actual, expected)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyvllm.cuda_graph import Graphs
 from pyvllm.kernels.triton import sampling
 from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.sampler import sample
 from pyvllm.step import HEADER_LEN, StepView
-from tests.sampler_rows import NEVER, Row, many, naive_filter, random_row, step_of
+from tests.distribution_cases import NAMES, check_distribution
+from tests.sampler_rows import NEVER, Row, random_row, step_of
 from tests.sampling_cases import PLAIN, Where, check_best, check_logprobs, check_pick
 
 if not torch.cuda.is_available():
@@ -23,7 +25,6 @@ if not torch.cuda.is_available():
 GPU = torch.device("cuda")
 WHERE = Where(device=GPU, dtype=torch.bfloat16)
 LLAMA, QWEN = 128256, 151936
-NUM_DRAWS = 20_480
 
 
 @pytest.fixture(autouse=True)
@@ -91,37 +92,11 @@ def test_the_batch_does_not_matter() -> None:
     assert torch.equal(torch.cat(alone), together)
 
 
-ROWS = [
-    Row(temperature=1.0),
-    Row(temperature=2.5),
-    Row(temperature=0.7, top_k=20),
-    Row(temperature=1.3, min_p=0.05),
-    Row(temperature=0.8, top_p=0.9),
-    Row(temperature=1.5, top_k=50, top_p=0.8),
-    Row(temperature=1.5, min_p=0.02, top_p=0.7),
-    Row(temperature=2.0, top_k=60, min_p=0.02, top_p=0.95),
-]
-
-
-@pytest.mark.parametrize(("row", "vocab_size"), [*((row, 20_000) for row in ROWS), (ROWS[0], 1000), (ROWS[-1], 1000)])
-def test_the_distribution_is_right(row: Row, vocab_size: int) -> None:
-    logits = (torch.randn(vocab_size) * 3).bfloat16()
-    step = on_gpu(many(row, NUM_DRAWS))
-    tokens = sampling.pick(logits.to(GPU).expand(NUM_DRAWS, -1), step.row_params, step.flags, vocab_size)
-    counts = np.bincount(tokens.cpu().numpy(), minlength=vocab_size)
-    p, _ = naive_filter(logits.double().numpy(), row)
-    assert counts[p == 0].sum() == 0
-    order = np.argsort(-p)
-    expected, counts = p[order] * NUM_DRAWS, counts[order]
-    common = int((expected >= 5).sum())
-    if expected[common:].sum() > 0:  # the rest as one class
-        expected = np.append(expected[:common], expected[common:].sum())
-        counts = np.append(counts[:common], counts[common:].sum())
-    else:
-        expected, counts = expected[:common], counts[:common]
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    assert torch.special.gammaincc(freedom, torch.tensor(chi_square / 2)) > 1e-4
+@pytest.mark.parametrize("vocab_size", [12, 600, 20_000])
+@pytest.mark.parametrize("name", NAMES)
+def test_draws_follow_the_exact_distribution(name: str, vocab_size: int) -> None:
+    """The list of `tests/test_sampler_distributions.py`."""
+    check_distribution(name, TritonKernels(), vocab_size=vocab_size, device=GPU, dtype=torch.bfloat16)
 
 
 # --- log-probabilities and candidates ---------------------------------------------------------------------------------
@@ -179,14 +154,14 @@ def test_a_captured_step_follows_its_inputs() -> None:
     kernels = TritonKernels()
     expected = kernels.pick(logits, step.row_params, step.flags, LLAMA)
     logits_now, params_now = logits.roll(1, 0), step.row_params.clone()
-    kernels.pick(logits_now, params_now, step.flags, LLAMA)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = kernels.pick(logits_now, params_now, step.flags, LLAMA)
+    graphs: Graphs[Tensor] = Graphs(GPU)
+
+    def pick() -> Tensor:
+        return graphs.run("pick", lambda: kernels.pick(logits_now, params_now, step.flags, LLAMA))
+
+    pick()
     logits_now.copy_(logits)
-    graph.replay()
-    assert torch.equal(tokens, expected)
+    assert torch.equal(pick(), expected)
     params_now.copy_(step.row_params.roll(1, 0))
     logits_now.copy_(logits.roll(1, 0))
-    graph.replay()
-    assert torch.equal(tokens, expected.roll(1, 0))
+    assert torch.equal(pick(), expected.roll(1, 0))
