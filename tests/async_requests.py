@@ -40,16 +40,16 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[Comple
 
 async def open_streams(llm: AsyncLLM, count: int) -> list[asyncio.Task[None]]:
     """Tasks that read endless streams, each of which has given something."""
-    started = asyncio.Semaphore(0)
+    started = [asyncio.Event() for _ in range(count)]
 
     async def read(i: int) -> None:
         async for _ in llm.generate(f"endless {i}", ENDLESS):
-            started.release()
+            started[i].set()
 
     tasks = [asyncio.create_task(read(i)) for i in range(count)]
     async with asyncio.timeout(PATIENCE_S):
-        for _ in range(count):
-            await started.acquire()
+        for event in started:
+            await event.wait()
     return tasks
 
 
