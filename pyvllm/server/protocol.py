@@ -21,21 +21,14 @@ SAMPLING_FIELDS: Final = tuple(item.name for item in dataclasses.fields(Sampling
 """Fields of `SamplingParams` that requests may have."""
 
 NOT_YET: Final = {
-    name: feature
-    for name, feature in {
-        "bad_words": "bad words",
-        "structured_outputs": "constrained output",
-        "stop_regex": "stopping at a regular expression",
-        "vllm_xargs": "argument of logits processors",
-        "tools": "tool calls",
-        "functions": "tool calls",
-        "function_call": "tool calls",
-        "audio": "audio output",
-        "prediction": "predicted outputs",
-        "web_search_options": "web search",
-        "stream_interval": "an interval of stream chunks",
-    }.items()
-    if name not in SAMPLING_FIELDS
+    "vllm_xargs": "argument of logits processors",
+    "tools": "tool calls",
+    "functions": "tool calls",
+    "function_call": "tool calls",
+    "audio": "audio output",
+    "prediction": "predicted outputs",
+    "web_search_options": "web search",
+    "stream_interval": "an interval of stream chunks",
 }
 """Known fields whose feature does not exist -> what that is."""
 
