@@ -311,7 +311,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. False, and nothing done, while a request is alive."""
     def check_invariants(self) -> None:
-        """Raise `RuntimeError` if memory accounting is wrong (design invariants; used by tests)."""
+        """Raise `RuntimeError` if memory accounting is wrong."""
 
 @final
 class RequestState:
@@ -380,6 +380,8 @@ class FrontEnd:
 
         Raises `ParameterError` just as `Scheduler.add_request`, and `QueueFullError`; nothing stays behind then.
         """
+    def prompt_limit(self, params: Any) -> int | None:
+        """Most tokens, the last ones, that a request uses of a prompt; None: all."""
     def receive(self, message: bytes) -> list[int]:
         """Take in what `encode_step` made; the numbers of the requests that have news."""
     def take(self, number: int) -> Output | None:

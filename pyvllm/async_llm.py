@@ -290,6 +290,10 @@ class AsyncLLM:
 
     # ---- the engine ----
 
+    def prompt_limit(self, params: SamplingParams) -> int | None:
+        """Most tokens, the last ones, that a request uses of a prompt; None: all."""
+        return self._client.front.prompt_limit(params)
+
     def stats(self) -> _core.Stats:
         """A snapshot of queues, memory and counters, as of the latest step."""
         return self._client.front.stats()

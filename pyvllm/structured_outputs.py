@@ -65,7 +65,7 @@ class StructuredOutputsParams:
             value: Any = getattr(self, name)
             fits = isinstance(value, allowed)
             if not fits or (name == "choice" and not all(isinstance(v, str) for v in value)):
-                expected = f"a StructuredOutputsParams whose {name} is {expected}"
+                expected = f"a form whose {name} is {expected}"
                 raise parameter_error("structured_outputs", expected, value)
         self.constraint()
 

@@ -157,7 +157,7 @@ class Completions(TextRoute[CompletionBody]):
             parsed = await serving.off_loop(
                 encode_with_gap, serving.tokenizer("suffix"), parsed, body.suffix, add_special_tokens=special
             )
-        elif not body.add_special_tokens:
+        elif not body.add_special_tokens and any(prompt.text is not None for prompt in parsed):
             parsed = await serving.off_loop(encode_without_additions, serving.tokenizer("prompt"), parsed)
         ids = await serving.llm.encode(parsed)
         return [ReadyPrompt(parsed=prompt, token_ids=tokens) for prompt, tokens in zip(parsed, ids, strict=True)]

@@ -135,10 +135,9 @@ def encode_chat(tokenizer: Tokenizer, chat: Conversation, cache_salt: str | None
     return ReadyPrompt(parsed=ParsedPrompt(text=text, token_ids=ids, cache_salt=cache_salt), token_ids=ids)
 
 
-def truncated(prompt: ReadyPrompt, count: int | None, most: int) -> ReadyPrompt:
-    """The prompt's last `count` tokens; -1: its last `most`, which the context has room for."""
-    kept = most if count == -1 else count
-    if kept is None or len(prompt.token_ids) <= kept:
+def truncated(prompt: ReadyPrompt, most: int | None) -> ReadyPrompt:
+    """The prompt's last `most` tokens; None: all."""
+    if most is None or len(prompt.token_ids) <= most:
         return prompt
-    ids = prompt.token_ids[-kept:]
+    ids = prompt.token_ids[-most:]
     return ReadyPrompt(parsed=replace(prompt.parsed, text=None, token_ids=ids), token_ids=ids)

@@ -125,15 +125,13 @@ class TextRoute(ABC, Generic[B]):
     def fitted(
         self, prompt: ReadyPrompt, body: GenerationBody, params: SamplingParams, wanted: int | None
     ) -> ReadyPrompt:
-        """The prompt, truncated if that is asked for, just as the engine would do it.
+        """The prompt, truncated if that is asked for.
 
         `wanted`: the max_tokens that the request itself has; a default gives way to the context's length. Raises
         `ApiError` if the prompt leaves less room.
         """
         length = self.serving.llm.info.max_model_len
-        most = params.max_tokens
-        output = params.min_tokens if most is None or most >= length else most
-        prompt = truncated(prompt, body.truncate_prompt_tokens, max(1, length - max(1, output)))
+        prompt = truncated(prompt, self.serving.llm.prompt_limit(params))
         size = len(prompt.token_ids) or 1
         if wanted is not None and 0 < length - size < wanted:
             name = self.renamed(body).get("max_tokens", "max_tokens")

@@ -73,6 +73,11 @@ impl FrontEnd {
         }
     }
 
+    /// Most tokens of a prompt that a request uses, or None: all.
+    pub fn prompt_limit(&self, params: &SamplingParams) -> Option<usize> {
+        self.limits.prompt_limit(params)
+    }
+
     /// Check a request; its number and the message to send. Fails as `Scheduler::add_request` does, and if the queue
     /// is full; nothing is left behind then.
     pub fn add(

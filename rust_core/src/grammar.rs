@@ -179,7 +179,7 @@ struct Shared {
     vocabulary: Arc<Vocabulary>,
     vocab_size: usize,
     eos_token_ids: Vec<u32>,
-    /// Made by the first thread that needs it: it takes a second for a large vocabulary.
+    /// Made by the first thread that needs it, from the whole vocabulary.
     factory: OnceLock<ParserFactory>,
     /// Oldest first.
     kept: Mutex<VecDeque<(StructuredOutputs, Grammar)>>,

@@ -48,15 +48,20 @@ impl EngineLimits {
         }
     }
 
-    /// The prompt as far as `truncate_prompt_tokens` leaves it: its end. -1 leaves room for `max_tokens`, unless these
-    /// are more than a context and thus no wish.
-    pub fn truncate(&self, mut prompt: Vec<u32>, params: &SamplingParams) -> Vec<u32> {
+    /// Most tokens of a prompt that `truncate_prompt_tokens` leaves, or None: all. -1 leaves room for `max_tokens`,
+    /// unless these are more than a context and thus no wish.
+    pub fn prompt_limit(&self, params: &SamplingParams) -> Option<usize> {
+        let most = params.truncate_prompt_tokens?;
+        if most != -1 {
+            return Some(most.max(1) as usize);
+        }
         let output = params.max_tokens.filter(|&most| most < self.max_model_len as i64).unwrap_or(params.min_tokens);
-        let most = match params.truncate_prompt_tokens {
-            None => return prompt,
-            Some(-1) => self.max_model_len.saturating_sub(output.max(1) as usize).max(1),
-            Some(most) => most.max(1) as usize,
-        };
+        Some(self.max_model_len.saturating_sub(output.max(1) as usize).max(1))
+    }
+
+    /// The prompt's end, as much as `prompt_limit` leaves.
+    pub fn truncate(&self, mut prompt: Vec<u32>, params: &SamplingParams) -> Vec<u32> {
+        let most = self.prompt_limit(params).unwrap_or(usize::MAX);
         prompt.drain(..prompt.len().saturating_sub(most));
         prompt
     }

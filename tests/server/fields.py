@@ -178,8 +178,8 @@ ROWS = [
         name="structured_outputs",
         good={"choice": ["red", "green"]},
         wrong=[
-            ({"regex": 5}, "must be a StructuredOutputsParams whose regex is a string, got 5"),
-            ({"regex": {}}, "must be a StructuredOutputsParams whose regex is a string, got {}"),
+            ({"regex": 5}, "must be a form whose regex is a string, got 5"),
+            ({"regex": {}}, "must be a form whose regex is a string, got {}"),
             ({"regex": "a", "choice": ["b"]}, "must be given exactly one of json, regex, choice, grammar, json_object"),
             ({}, "must be given exactly one of"),
             ({"json": {"enum": ["x" * 300_000]}}, ".json must have at most 262144 bytes, got 300013"),

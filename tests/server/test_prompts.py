@@ -69,10 +69,9 @@ def test_gap_needs_a_model_and_a_text() -> None:
 
 def test_truncation_keeps_the_end() -> None:
     prompt = ReadyPrompt(parsed=ParsedPrompt(text="abc"), token_ids=[1, 2, 3])
-    assert truncated(prompt, None, 100) is prompt
-    assert truncated(prompt, 3, 100) is prompt
-    assert truncated(prompt, 2, 100).token_ids == [2, 3]
-    assert truncated(prompt, -1, 2).token_ids == [2, 3]
+    assert truncated(prompt, None) is prompt
+    assert truncated(prompt, 3) is prompt
+    assert truncated(prompt, 2).token_ids == [2, 3]
 
 
 def test_without_a_tokenizer_only_ids_are_taken(tiny_llama: Path, tmp_path: Path) -> None:
@@ -90,5 +89,6 @@ def test_without_a_tokenizer_only_ids_are_taken(tiny_llama: Path, tmp_path: Path
         ):
             assert "without" in assert_error(served.post(path, body), 400, param)
         good = {"prompt": [1], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
-        (choice,) = served.post("/v1/completions", good).json()["choices"]
-        assert (len(choice["token_ids"]), choice["text"]) == (3, "")
+        for options in ({}, {"add_special_tokens": False}):
+            (choice,) = served.post("/v1/completions", good | options).json()["choices"]
+            assert (len(choice["token_ids"]), choice["text"]) == (3, "")

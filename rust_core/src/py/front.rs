@@ -148,6 +148,11 @@ impl FrontEnd {
         self.front.drop_through(last_number)
     }
 
+    fn prompt_limit(slf: &Bound<'_, Self>, params: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
+        let params = params::extract(params)?;
+        Ok(slf.borrow().front.prompt_limit(&params))
+    }
+
     fn number(&self, request_id: &str) -> Option<u64> {
         self.front.number(request_id)
     }
