@@ -40,10 +40,7 @@ class QueueFullError(RuntimeError):
     """More waits than the queue may hold: try again later."""
 
 def validate_params(params: Any) -> None:
-    """Check every field of a `SamplingParams` that can be checked without a model.
-
-    Raises `ParameterError` naming the first bad field, its value and the allowed range.
-    """
+    """Check what needs no model. Raises `ParameterError` naming the first bad field, its value and the allowed range."""
 
 @final
 class Vocabulary:

@@ -19,14 +19,12 @@ from pyvllm.kernels import AnyKernels
 from pyvllm.kv_cache import KVCache
 from pyvllm.logits_processors import ProcessedRow, process_rows
 from pyvllm.models import Decoder
-from pyvllm.sampler import LogprobRows, Sampled, prompt_logprobs, sample
+from pyvllm.sampler import LogprobRows, Sampled, changes_logits, prompt_logprobs, sample
 from pyvllm.staging import make_staging
 from pyvllm.step import HEADER_LEN, Flags, StepResult, StepView
 
 # Rows of logits that prompt log-probabilities are computed from at once: bounds memory whatever the prompt's length.
 _PROMPT_ROWS: Final = 64
-# Sections that only some steps have: their sampler runs after the graph.
-_SAMPLER_SECTIONS: Final = ("penalty_rows", "bias", "banned", "allowed_rows", "mask_rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +136,7 @@ class Runner:
     def _run_graph(self, step: StepView) -> Sampled:
         """A padded step: row i is that of token i. Sampling is part of the graph unless it needs special sections."""
         work = self._kernels.graph_kind(step)
-        if step.max_logprobs >= 0 or Flags.BEAM in step.flags or step.has(*_SAMPLER_SECTIONS):
+        if step.max_logprobs >= 0 or Flags.BEAM in step.flags or changes_logits(step):
             hidden = self._graphs.run((step.graph_size, None, work), lambda: self._forward(step))
             return self._sample(hidden, step)[0]
         kind = (step.graph_size, int(step.flags), work)

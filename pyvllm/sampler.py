@@ -82,7 +82,7 @@ def sample(
             table = _with_logits(table, shown, wanted)
     if Flags.BEAM in step.flags:
         token_ids, logprobs = _with_candidates(values, token_ids, logprobs, step, kernels, vocab_size)
-        if table and (replaced is not None or _changes_logits(step) or logprobs_mode.endswith("logits")):
+        if table and (replaced is not None or changes_logits(step) or logprobs_mode.endswith("logits")):
             candidates = _candidate_table(shown[:, :vocab_size], token_ids, logprobs_mode)
     return Sampled(token_ids=token_ids, logprobs=logprobs, table=table, candidates=candidates)
 
@@ -114,17 +114,16 @@ def prompt_logprobs(
 # --- transforms of logits ---------------------------------------------------------------------------------------------
 
 
-def _changes_logits(step: StepView) -> bool:
+def changes_logits(step: StepView) -> bool:
     """Whether a row has bias, penalties or masks."""
-    sections = (step.bias, step.penalty_rows, step.banned, step.allowed_rows, step.mask_rows)
-    return any(section.numel() for section in sections)
+    return step.has("bias", "penalty_rows", "banned", "allowed_rows", "mask_rows")
 
 
 def _transform(
     logits: Tensor, step: StepView, previous_tokens: Tensor | None, kernels: AnyKernels, vocab_size: int
 ) -> Tensor:
     """Logits after all that comes before the greedy pick: [R, V] float32. `logits` if the step needs none of it."""
-    if Flags.BEAM not in step.flags and not _changes_logits(step):
+    if Flags.BEAM not in step.flags and not changes_logits(step):
         return logits
     values = logits[:, :vocab_size].to(torch.float32, copy=True)
     if Flags.BEAM in step.flags:
