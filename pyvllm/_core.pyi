@@ -40,7 +40,7 @@ class QueueFullError(RuntimeError):
     """More waits than the queue may hold: try again later."""
 
 def validate_params(params: Any) -> None:
-    """Check what needs no model. Raises `ParameterError` naming the first bad field, its value and the allowed range."""
+    """Check what needs no model. Raises `ParameterError` naming the first bad field, value and range."""
 
 @final
 class Vocabulary:
