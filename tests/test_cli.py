@@ -192,7 +192,10 @@ def test_bad_input_is_one_line_and_status_2(
         (["generate", "M", "--logit-bias", '{"a": 1}'], "argument --logit-bias: bad key"),
         (["generate", "M", "--structured-outputs", "{"], "argument --structured-outputs: not JSON"),
         (["generate", "M", "--structured-outputs", '{"form": 1}'], "unexpected keyword argument 'form'"),
-        (["generate", "M", "--structured-outputs", '{"regex": 1}'], "structured_outputs must be a StructuredOutputsP"),
+        (
+            ["generate", "M", "--structured-outputs", '{"regex": 1}'],
+            "structured_outputs must be a form whose regex is a string, got 1",
+        ),
         (
             ["generate", "M", "--logits-processors", "f"],
             "argument --logits-processors: must be name=value or a JSON object",
