@@ -89,7 +89,7 @@ def sample(
 
 def _with_logits(table: LogprobRows, logits: Tensor, wanted: Tensor) -> LogprobRows:
     """The table with logits in place of log-probabilities."""
-    values = logits.gather(1, table.token_ids.long()).float()
+    values = _values_at(logits, table.token_ids).float()
     return replace(table, logprobs=torch.where(wanted[:, None], values, 0))
 
 
@@ -182,10 +182,17 @@ def _with_candidates(
 def _candidate_table(logits: Tensor, token_ids: Tensor, logprobs_mode: LogprobsMode) -> LogprobRows:
     """The log-probabilities, or logits, and ranks of `token_ids` [R, k] under `logits` [R, V]: [R * k, 1]."""
     own = torch.log_softmax(logits, -1, dtype=torch.float32)
-    chosen = own.gather(1, token_ids.long())
+    chosen = _values_at(own, token_ids)
     # One pass over the rows for each candidate: sorting them would take many times their memory.
     num_better = torch.stack([(own > value[:, None]).sum(1, dtype=torch.int32) for value in chosen.unbind(1)], 1)
-    values = logits.gather(1, token_ids.long()).float() if logprobs_mode.endswith("logits") else chosen
+    values = _values_at(logits, token_ids).float() if logprobs_mode.endswith("logits") else chosen
     return LogprobRows(
         token_ids=token_ids.reshape(-1, 1), logprobs=values.reshape(-1, 1), ranks=1 + num_better.reshape(-1)
     )
+
+
+def _values_at(rows: Tensor, token_ids: Tensor) -> Tensor:
+    """`rows` [R, >= V] at `token_ids` [R, k] int32: [R, k]."""
+    # Where kernels are only compiled (`Kernels.compile_ahead`) ids are what memory held, and one index out of range
+    # would be the end of the device for this process.
+    return rows.gather(1, token_ids.long().clamp(0, rows.shape[1] - 1))

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyvllm import noise, sampler
+from pyvllm.config import LogprobsMode
+from pyvllm.kernels.cpu import CpuKernels
+from pyvllm.kernels.plain_sampling import LogprobRows
 from pyvllm.sampler import prompt_logprobs, sample
 from pyvllm.step import RowParam
 from tests.sampler_rows import (
@@ -259,6 +262,27 @@ def test_candidates_that_may_not_be_chosen_are_minus_infinity() -> None:
     assert result.logprobs[0].tolist() == pytest.approx([third, third, NEVER, NEVER, NEVER])
     assert result.logprobs[1].tolist() == pytest.approx([third, third, NEVER, NEVER, NEVER])
     assert result.token_ids[:, :2].tolist() == [[2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_ids_that_no_kernel_wrote_do_no_harm(mode: LogprobsMode) -> None:
+    """As when kernels are only compiled: an index out of range would be the end of a GPU for the process."""
+
+    class Unwritten(CpuKernels):
+        def best(self, values: Tensor, count: int, wanted: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+            greatest, token_ids = super().best(values, count, wanted, vocab_size)
+            return greatest, token_ids.fill_(2**31 - 1)
+
+        def logprobs(
+            self, logits: Tensor, tokens: Tensor, wanted: Tensor, max_top: int, vocab_size: int
+        ) -> LogprobRows:
+            table = super().logprobs(logits, tokens, wanted, max_top, vocab_size)
+            return replace(table, token_ids=table.token_ids.fill_(-(2**31)))
+
+    step = step_of([Row(num_candidates=2, num_logprobs=3, bias={1: 1.0})])
+    result = sample(torch.zeros(1, 10), step, None, kernels=Unwritten(), vocab_size=10, logprobs_mode=mode)
+    assert result.candidates is not None
+    assert result.candidates.logprobs.shape == (2, 1)
 
 
 def expected_table(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -75,6 +75,16 @@ def test_tokens_of_a_cpu_are_those_of_a_gpu(model: Path, expected: list[list[int
     assert generate(model, device="cpu") == expected
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_read_that_nothing_wrote(model: Path, expected: list[list[int]]) -> None:
+    """The start, which compiles kernels without running them, included. New memory holds NaN and the greatest ids."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert generate(model, enforce_eager=True) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_in_half_precision_too(tiny_checkpoint: TinyCheckpoint, family: str, count: int) -> None:
