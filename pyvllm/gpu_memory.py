@@ -174,7 +174,8 @@ def _run_trial(
     prompt = [0] * max(1, min(longest, limits.max_num_batched_tokens // limits.max_num_seqs))
     greedy = SamplingParams(temperature=0.0)
     trials = [(limits.max_num_seqs, prompt, _GREEDIEST), (limits.max_num_seqs, prompt, greedy)]
-    trials.append((limits.max_num_seqs // 2, prompt, _BEAMS))
+    if min(limits.max_num_seqs, limits.max_num_batched_tokens) >= _BEAMS.n:  # else there are no beams
+        trials.append((limits.max_num_seqs // _BEAMS.n, prompt, _BEAMS))
     small = [(size, prompt[:1], greedy) for size in _SMALL_BATCHES if size <= limits.max_num_seqs]
     if kernels.cascades and longest > block_size:
         small += [(1, [0] * longest, SamplingParams(n=n)) for n in _CASCADE_SIZES if n <= limits.max_num_seqs]
