@@ -64,8 +64,13 @@ def test_a_layer_of_fused_kernels_equals_one_of_single_ones(m: int, activation: 
     torch.testing.assert_close(
         kernels.norm_linear(hidden, norm, gate_up), gate_up(plain.norm(expected, norm)), atol=3e-2, rtol=3e-2
     )
-    delta = kernels.linear_add(hidden, inner, down)
+    assert kernels.linear_add(hidden, inner, down) is None
+    torch.testing.assert_close(hidden, expected + down(inner), atol=3e-2, rtol=3e-2)
+    # cuBLAS adds one of the two.
+    biased = kernels.pack_linear(random(1024, 3072) * 3072**-0.5, random(1024))
+    expected = hidden.clone()
+    delta = kernels.linear_add(hidden, inner, biased)
     assert (delta is None) == (m <= 16)
     torch.testing.assert_close(
-        hidden if delta is None else hidden + delta, expected + down(inner), atol=3e-2, rtol=3e-2
+        hidden if delta is None else hidden + delta, expected + biased(inner), atol=3e-2, rtol=3e-2
     )

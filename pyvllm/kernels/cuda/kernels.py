@@ -74,9 +74,14 @@ class CudaKernels(TritonKernels):
 
     def linear_add(self, hidden: Tensor, x: Tensor, linear: LinearFunction) -> Tensor | None:
         """Add `linear(x)` to `hidden` `[T, out]` in place, or return it, to be added by what comes next."""
-        if isinstance(linear, PackedLinear) and linear.serves(x) and hidden.is_contiguous():
-            skinny.skinny_linear(x, linear.weight, bias=linear.bias, residual=hidden)
-            return None
+        if isinstance(linear, PackedLinear) and hidden.is_contiguous():
+            if linear.serves(x):
+                skinny.skinny_linear(x, linear.weight, bias=linear.bias, residual=hidden)
+                return None
+            if linear.bias is None and hidden.dtype == x.dtype and x.dtype.itemsize == 2:
+                # Of 8,192 rows the norm that follows takes half as long.
+                torch.addmm(hidden, x, linear.weight.t(), out=hidden)
+                return None
         return linear(x)
 
     def attend(self, qkv: Tensor, heads: Heads, angles: Any, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
