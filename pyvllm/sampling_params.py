@@ -52,9 +52,9 @@ def id_list(parameter: str, ids: object) -> list[int]:
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
         raise parameter_error(parameter, expected, ids)
     found: list[Any] = list(ids)
+    if set(map(type, found)) <= {int}:  # a prompt as a rule, which may be long
+        return found
     for place, token_id in enumerate(found):
-        if type(token_id) is int:
-            continue
         # A tensor of one element has an index even if it is a list.
         is_list = getattr(token_id, "ndim", 0) != 0
         if is_list or isinstance(token_id, bool) or not hasattr(token_id, "__index__"):

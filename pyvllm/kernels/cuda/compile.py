@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pyvllm.hub import cache_root
+from pyvllm.kernels.cuda.tensor_map import TensorMap
 from pyvllm.logging import logger
 
 try:
@@ -35,8 +36,8 @@ ARCHITECTURE: Final = "sm_90a"
 MAX_SHARED_BYTES: Final = 227 * 1024
 """Shared memory that one block may have there; a multiprocessor has 228 KiB, 1 KiB of which each block takes."""
 
-Argument: TypeAlias = Tensor | int | float | None
-"""Of a kernel: a tensor's address (None: null), `int` for C's int, `float` for C's float."""
+Argument: TypeAlias = Tensor | TensorMap | int | float | None
+"""Of a kernel: a tensor's address (None: null), its map by value, `int` for C's int, `float` for C's float."""
 
 _MOST_THREADS: Final = 16
 _FOLDER: Final = Path(__file__).parent
@@ -168,11 +169,12 @@ class Kernel:
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int = 0,
+        cluster: int = 1,
         overlap: bool = True,
     ) -> None:
         """Start it on torch's current stream of the device; a CUDA graph that is being captured takes it in.
 
-        `threads`: of a block. `overlap`: it may begin before the kernel that precedes it has ended (programmatic
+        `threads`: of a block. `cluster`: blocks that follow each other in x run at the same time. `overlap`: it may begin before the kernel that precedes it has ended (programmatic
         dependent launch), so it must wait, by `wait_for_previous_kernel`, before it touches anything that kernel may
         read or write.
         """
@@ -181,11 +183,19 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream(self._device_index).cuda_stream
+        attributes = []
         if overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
         values, types = zip(*(_packed(arg) for arg in args), strict=True)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
@@ -218,6 +228,7 @@ class _NotLaunched(Kernel):
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int = 0,
+        cluster: int = 1,
         overlap: bool = True,
     ) -> None:
         """Does nothing."""
@@ -250,6 +261,8 @@ def _packed(arg: Argument) -> tuple[Any, Any]:
         return arg.data_ptr(), ctypes.c_void_p
     if isinstance(arg, float):
         return arg, ctypes.c_float
+    if isinstance(arg, TensorMap):
+        return arg, None  # all of it
     return (0, ctypes.c_void_p) if arg is None else (arg, ctypes.c_int)
 
 
