@@ -3,6 +3,7 @@
 import subprocess
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from pyvllm.kernels.cuda.compile import (
     missing,
 )
 from pyvllm.kernels.cuda.decode import plan_launch as plan_launch_decode
+from pyvllm.kernels.cuda.gated_linear import pays, tilings
 from pyvllm.kernels.cuda.linear import plan_launch, supports
+from pyvllm.kernels.cuda.prefill import plan_launch as plan_launch_prefill
+from pyvllm.kernels.cuda.prefill import supports as supports_prefill
 from pyvllm.kernels.interface import Attention
 from pyvllm.kernels.plain import Heads, Norm, RopeTables
 from pyvllm.kernels.triton.attention_config import DecodeConfig, decode_constants
+from tests.attention_cases import features, spec
 
 _MISSING = missing()
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"kernels cannot be compiled here: {_MISSING}")
@@ -83,15 +88,18 @@ def _fill_cache(variants: Iterable[Variant]) -> None:
             load(variant, 0).launch((), grid=(1, 1, 1), threads=1)
 
 
-def _resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Registers and bytes of stack of the kernel, as `cuobjdump`, which comes with Triton, reads them."""
+def _dump(cubin: bytes, folder: Path, option: str) -> str:
+    """What `cuobjdump`, which comes with Triton, says of the kernel."""
     triton = pytest.importorskip("triton")
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(tool), "-res-usage", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (line,) = (line for line in text.splitlines() if "REG:" in line)
+    return subprocess.run([str(tool), option, str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers and bytes of stack of the kernel."""
+    (line,) = (line for line in _dump(cubin, folder, "-res-usage").splitlines() if "REG:" in line)
     return {name: int(value) for name, value in (field.split(":") for field in line.split())}
 
 
@@ -115,10 +123,10 @@ def test_every_decode_variant_compiles_without_spills(cache: Path, tmp_path: Pat
         assert resources["LOCAL"] == 0, variant
 
 
-def test_gemv_shared_memory_fits_and_leaves_room_for_the_next_kernel_at_batch_one() -> None:
+def test_gemv_shared_memory_fits_and_leaves_room_for_the_next_kernel_of_a_small_model_at_batch_one() -> None:
     for n, k in SHAPES:
         one = plan_launch(1, n, k, torch.bfloat16, norm=0, gated=False, multiprocessors=132)
-        assert 2 * (one.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024, (n, k)
+        assert (2 * (one.shared_bytes + 1024) <= MAX_SHARED_BYTES + 1024) == (k < 4096), (n, k)
         most = max(m for m in range(1, 17) if supports(m, n, k, torch.bfloat16))
         for norm in (0, 1):
             plan = plan_launch(most, n, k, torch.bfloat16, norm=norm, gated=False, multiprocessors=132)
@@ -172,3 +180,72 @@ def test_a_refused_source_raises_with_the_compilers_log(cache: Path) -> None:
     with pytest.raises(CompileError, match=r"gemv\.cu.*WARPS"):
         compile_cubin(broken)
     assert not cache.exists()
+
+
+def _prefill_variants() -> list[Variant]:
+    variants = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for group, head_dim, block_size in ((4, 128, 64), (1, 128, 16), (8, 64, 256)):
+            launch = plan_launch_prefill(spec(group, 1, head_dim), block_size, dtype)
+            assert launch.shared_bytes <= MAX_SHARED_BYTES
+            variants.append(launch.variant)
+    return variants
+
+
+def test_every_gated_linear_variant_of_known_models_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
+    variants = [
+        tiling.variant(dtype)
+        for n, dtype in ((14336, torch.bfloat16), (3072, torch.float16))
+        for tiling in tilings(n, multiprocessors=132)
+    ]
+    assert len(variants) == 6
+    _fill_cache(variants)
+    for variant in variants:
+        resources = _resources(compile_cubin(variant), tmp_path)
+        assert resources["STACK"] == 0, variant
+        assert resources["LOCAL"] == 0, variant
+        # What the warp groups take and give back afterwards is counted from this.
+        wanted = {1: range(256), 2: range(168, 169), 3: range(128, 129)}
+        assert resources["REG"] in wanted[dict(variant.defines)["GROUPS"]], variant
+        # The compiler waits after every product if it finds their registers used in between.
+        assert _dump(compile_cubin(variant), tmp_path, "-sass").count("WARPGROUP.DEPBAR") == 2, variant
+
+
+def test_every_prefill_variant_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
+    variants = _prefill_variants()
+    _fill_cache(variants)
+    for variant in variants:
+        resources = _resources(compile_cubin(variant), tmp_path)
+        assert resources["STACK"] == 0, variant
+        assert resources["LOCAL"] == 0, variant
+        # What the warp groups take and give back afterwards is counted from this.
+        assert resources["REG"] == 168, variant
+        # The compiler waits after every product if it finds their registers used in between, and may move the softmax
+        # of a tile behind the wait for the product beside which it should run: that of the loop's two waits.
+        code = _dump(compile_cubin(variant), tmp_path, "-sass")
+        _, _, between_waits, _, _ = code.split("WARPGROUP.DEPBAR")
+        assert between_waits.count("MUFU.EX2") >= 64, variant
+
+
+# Of LLaMA 3 8B, Qwen 2.5 7B and Qwen 3 0.6B: N, K, and rows of x with which one or the other was faster on an H200.
+@pytest.mark.parametrize(
+    ("n", "k", "ours", "cublas"),
+    [
+        (14336, 4096, (24, 96, 128, 160, 192, 232, 256, 352, 448, 520, 640, 1000, 8192), (200, 208, 216, 264, 392)),
+        (18944, 3584, (64, 256, 1000, 4096), (200,)),
+        (3072, 1024, (17, 64, 128, 200, 256, 512, 1000, 2048, 8192), ()),
+    ],
+)  # fmt: skip
+def test_gated_linear_is_chosen_where_it_was_faster(n: int, k: int, ours: Sequence[int], cublas: Sequence[int]) -> None:
+    assert [m for m in (*ours, *cublas) if pays(m, n, k, multiprocessors=132)] == list(ours)
+
+
+def test_what_prefill_attention_leaves_to_triton() -> None:
+    kv_layer = torch.empty(4, 2, 1, 64, 128, dtype=torch.bfloat16)
+    assert supports_prefill(spec(4, 1, 128), kv_layer)
+    for name, changes in features(4, 3.0).items():
+        assert supports_prefill(replace(spec(4, 1, 128), **changes), kv_layer) == (name == "scale"), name
+    assert not supports_prefill(spec(3, 1, 128), kv_layer)
+    assert not supports_prefill(spec(4, 1, 128), kv_layer.float())
+    assert not supports_prefill(spec(4, 1, 128), kv_layer[:, :, :, :60].contiguous())
+    assert not supports_prefill(spec(4, 1, 256), torch.empty(4, 2, 1, 64, 256, dtype=torch.bfloat16))

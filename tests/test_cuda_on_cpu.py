@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyvllm.kernels.cuda import decode
+from pyvllm.kernels.cuda import decode, prefill
 from pyvllm.kernels.cuda.compile import Argument
+from pyvllm.kernels.cuda.gated_linear import Tiling
 from pyvllm.kernels.cuda.linear import plan_launch
 from pyvllm.kernels.plain import Heads
 from pyvllm.kernels.triton.attention import AttentionPlan
-from tests import cuda_on_cpu, decode_cases
+from tests import cuda_on_cpu, decode_cases, prefill_cases
 from tests.decode_cases import DecodeCase
 from tests.linear_cases import LinearCase, make, relative_error
+from tests.prefill_cases import PrefillCase
 
 pytestmark = [
     pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler"),
@@ -28,6 +30,31 @@ LINEAR = [
     LinearCase(m=3, n=37, k=1088, norm=2, gated=True, bias=True),
     LinearCase(m=16, n=8, k=4096, norm=1, gated=True, residual=True),
 ]
+
+WIDE = [
+    (LinearCase(m=7, n=136, k=192, gated=True), Tiling(groups=1, tile_n=64)),  # several tiles for each block
+    (LinearCase(m=100, n=136, k=200, dtype=torch.float16, gated=True), Tiling(groups=2, tile_n=96)),
+    (LinearCase(m=150, n=40, k=1608, gated=True), Tiling(groups=1, tile_n=32)),  # a ring that goes round
+    (LinearCase(m=200, n=80, k=8, gated=True), Tiling(groups=3, tile_n=224)),
+]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies when waited for"])
+@pytest.mark.parametrize(("case", "tiling"), WIDE, ids=str)
+def test_gated_linear_equals_float32(case: LinearCase, tiling: Tiling, late: bool) -> None:
+    inputs = make(case, torch.device("cpu"))
+    out = torch.full((case.m, case.n), float("nan"), dtype=case.dtype)
+    x_map = cuda_on_cpu.tensor_map(inputs.x, tiling.x_box)
+    weight_map = cuda_on_cpu.tensor_map(inputs.weight, tiling.weight_box)
+    cuda_on_cpu.launch(
+        tiling.variant(case.dtype),
+        (x_map, weight_map, out, case.m, case.n, case.k),
+        grid=(min(4, tiling.tiles(case.m, case.n)), 1, 1),
+        threads=tiling.threads,
+        shared_bytes=tiling.shared_bytes,
+        late=late,
+    )
+    assert relative_error(out, inputs.expected) < (3e-3 if case.dtype == torch.bfloat16 else 5e-4)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies when waited for"])
@@ -81,3 +108,22 @@ def test_decode_attention_equals_the_reference(case: DecodeCase, late: bool) -> 
 @pytest.mark.parametrize("case", decode_cases.FUSED_CASES, ids=lambda case: case.name)
 def test_fused_decode_attention_equals_the_reference(case: DecodeCase) -> None:
     decode_cases.compare_fused(case, partial(_run, late=True))
+
+
+def _run_prefill(query: Tensor, kv_layer: Tensor, output: Tensor, plan: AttentionPlan) -> None:
+    assert plan.prefill is not None
+    launch = prefill.plan_launch(plan.attention, kv_layer.shape[3], kv_layer.dtype)
+    kv_map = cuda_on_cpu.tensor_map(kv_layer, launch.box)
+    cuda_on_cpu.launch(
+        launch.variant,
+        prefill.arguments(query, kv_map, output, plan, plan.prefill),
+        grid=(3, 1, 1),
+        threads=launch.threads,
+        shared_bytes=launch.shared_bytes,
+        late=True,
+    )
+
+
+@pytest.mark.parametrize("case", prefill_cases.CASES, ids=lambda case: case.name)
+def test_prefill_attention_equals_the_reference(case: PrefillCase) -> None:
+    prefill_cases.compare(case, _run_prefill, layers=1)

@@ -15,7 +15,7 @@ import torch
 
 from pyvllm.bench.report import Report, say, show, table
 
-MODULES: Final = ("attention", "cuda_decode", "glue", "sampling", "gemv")
+MODULES: Final = ("attention", "cuda_decode", "glue", "sampling", "gemv", "gated_linear")
 
 
 def main() -> int:

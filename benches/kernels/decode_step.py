@@ -1,7 +1,7 @@
 """The layers and the head of one decode step on one GPU, in one CUDA graph: how far kernels, gaps and fusion are from
 the time that reading the weights takes.
 
-Random weights; no embedding, no sampling. `python -m benches.kernels.decode_step [--batch 1 8] [--context 512]`
+Random weights; no sampling. `python -m benches.kernels.decode_step [--batch 1 8] [--context 512]`
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _cases(name: str, batch: int, context: int) -> list[Row]:
     for kind, (kernels, forward) in kinds.items():
         layers = [_layer(model, kernels, rope, num_blocks) for _ in range(model.layers)]
         head = Head(norm=_norm(model.hidden), linear=kernels.pack_linear(_random(model.vocab, model.hidden), None))
-        hidden = _random(batch, model.hidden)
-        us = time_chain([partial(_step, kernels, forward, layers, head, hidden, step, attention)])
+        table = _random(1000, model.hidden)
+        us = time_chain([partial(_step, kernels, forward, layers, head, table, step, attention)])
         rows.append({
             "case": f"{name} batch {batch}", "kernels": kind, "us": round(us, 1),
             "bound_us": round(num_bytes / PEAK_TB_PER_S * 1e-6, 1),
@@ -163,11 +163,12 @@ def _step(
     forward: Callable[..., None],
     layers: list[Layer],
     head: Head,
-    hidden: Tensor,
+    table: Tensor,
     step: StepView,
     attention: Attention,
 ) -> None:
     plan = kernels.plan(step, attention, layers[0].kv_layer)
+    hidden = kernels.embed(step.token_ids, step.positions, table)  # no id is negative: the second is not looked at
     forward(layers, head, hidden, step, plan)
 
 

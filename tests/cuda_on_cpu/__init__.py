@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pyvllm.kernels.cuda.compile import Argument, Variant
+from pyvllm.kernels.cuda.tensor_map import TensorMap
 
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[2] / "pyvllm" / "kernels" / "cuda"
@@ -35,6 +36,23 @@ def _library(variant: Variant) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
+def tensor_map(tensor: Tensor, box: Sequence[int]) -> TensorMap:
+    """What `pyvllm.kernels.cuda.tensor_map` makes, for the copy engine of `hopper.cuh` beside this."""
+    rest = [0] * (5 - tensor.dim())
+    words = [
+        tensor.data_ptr(),
+        *reversed(tensor.shape),
+        *rest,
+        *(2 * step for step in reversed(tensor.stride())),
+        *rest,
+        *(low | high << 32 for low, high in zip(*[iter([*reversed(box), *rest, 0])] * 2, strict=True)),
+    ]
+    memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
+    encoded = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
+    encoded.words[: len(words)] = words
+    return encoded
+
+
 def launch(
     variant: Variant,
     args: Sequence[Argument],
@@ -45,12 +63,14 @@ def launch(
     late: bool,
 ) -> None:
     """As `Kernel.launch`, with tensors of the CPU. `late`: asynchronous copies happen when they are waited for."""
-    values: list[ctypes._SimpleCData] = []
+    values: list[ctypes._SimpleCData | TensorMap] = []
     for arg in args:
         if isinstance(arg, Tensor):
             values.append(ctypes.c_void_p(arg.data_ptr()))
         elif isinstance(arg, float):
             values.append(ctypes.c_float(arg))
+        elif isinstance(arg, TensorMap):
+            values.append(arg)
         else:
             values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int(arg))
     addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

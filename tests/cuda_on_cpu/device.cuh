@@ -85,6 +85,7 @@ static unsigned char* shared;
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static Rendezvous block;
+static Rendezvous named[16];
 static ucontext_t scheduler;
 static Fiber* current;
 static i64 progress;
@@ -123,16 +124,20 @@ static void begin_copy(void* target, const void* source, int bytes, int wanted) 
     current->open.push_back(copy);
 }
 
+// Shared memory begins OFFSET bytes after a multiple of ALIGNMENT.
+constexpr int GUARD = 4096, ALIGNMENT = 1024, OFFSET = 128;
+
 // Runs `body` for each thread of each block.
 template <typename Body>
 void run(dim3_ grid, int threads, int shared_bytes, Body body) {
-    constexpr int GUARD = 4096, STACK = 128 * 1024;
+    constexpr int STACK = 128 * 1024;
     static Body* entry;
+    bool any_waited = false;
     entry = &body;
     grid_size = grid;
     block_size = {static_cast<u32>(threads), 1, 1};
-    std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes + GUARD + 128]);
-    shared = memory.get() + (128 - reinterpret_cast<size_t>(memory.get()) % 128) % 128;
+    std::unique_ptr<unsigned char[]> memory(new unsigned char[shared_bytes + GUARD + 2 * ALIGNMENT]);
+    shared = memory.get() + (ALIGNMENT - reinterpret_cast<size_t>(memory.get()) % ALIGNMENT) + OFFSET;
     for (u32 z = 0; z < grid.z; z++) for (u32 y = 0; y < grid.y; y++) for (u32 x = 0; x < grid.x; x++) {
         block_index = {x, y, z};
         std::memset(shared, 0xff, shared_bytes + GUARD);  // NaN, if it is read before it is written
@@ -141,6 +146,7 @@ void run(dim3_ grid, int threads, int shared_bytes, Body body) {
         warps.assign(threads / 32, Warp{});
         for (Warp& warp : warps) warp.meeting.size = 32;
         block = Rendezvous{threads};
+        for (Rendezvous& meeting : named) meeting = Rendezvous{};
         for (int i = 0; i < threads; i++) {
             Fiber& fiber = fibers[i];
             fiber.thread = {static_cast<u32>(i), 0, 0};
@@ -168,10 +174,12 @@ void run(dim3_ grid, int threads, int shared_bytes, Body body) {
         }
         for (Fiber& fiber : fibers) {
             current = &fiber;
-            if (!fiber.waited) fail("ended without wait_for_previous_kernel");
+            if (fiber.waited != fibers[0].waited) fail("ended without wait_for_previous_kernel, unlike others");
         }
+        any_waited |= fibers[0].waited;
         for (int i = 0; i < GUARD; i++) if (shared[shared_bytes + i] != 0xff) fail("wrote beyond shared memory");
     }
+    if (!any_waited) fail("all blocks ended without wait_for_previous_kernel");
 }
 
 }  // namespace cpu

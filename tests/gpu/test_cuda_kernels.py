@@ -21,9 +21,9 @@ def test_a_hopper_gpu_has_them_and_a_cpu_has_not() -> None:
     assert reason_against(torch.device("cpu")) == "cpu is no GPU of NVIDIA's"
 
 
-@pytest.mark.parametrize("head_dim", [128, 80])
-def test_a_step_of_decodes_and_prefills_equals_that_of_triton(head_dim: int) -> None:
-    attention = replace(spec(8, 2, head_dim), window=50)
+@pytest.mark.parametrize(("head_dim", "window"), [(128, None), (128, 50), (80, 50)])
+def test_a_step_of_decodes_and_prefills_equals_that_of_triton(head_dim: int, window: int | None) -> None:
+    attention = replace(spec(8, 2, head_dim), window=window)
     lens = [(36, 1), (700, 1), (0, 1), (0, 33), (100, 20)]
     num_blocks = blocks_for(lens, 16)
     step = view(step_buffer(lens, 16, num_blocks))
@@ -45,7 +45,7 @@ def test_linear_layers_of_any_shape(m: int, n: int, k: int) -> None:
         torch.testing.assert_close(apply(x).double(), expected, atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("m", [1, 6, 16, 17])
+@pytest.mark.parametrize("m", [1, 6, 16, 17, 200])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_a_layer_of_fused_kernels_equals_one_of_single_ones(m: int, activation: str) -> None:
     torch.manual_seed(0)

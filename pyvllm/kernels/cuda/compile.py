@@ -169,12 +169,11 @@ class Kernel:
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int = 0,
-        cluster: int = 1,
         overlap: bool = True,
     ) -> None:
         """Start it on torch's current stream of the device; a CUDA graph that is being captured takes it in.
 
-        `threads`: of a block. `cluster`: blocks that follow each other in x run at the same time. `overlap`: it may begin before the kernel that precedes it has ended (programmatic
+        `threads`: of a block. `overlap`: it may begin before the kernel that precedes it has ended (programmatic
         dependent launch), so it must wait, by `wait_for_previous_kernel`, before it touches anything that kernel may
         read or write.
         """
@@ -183,19 +182,11 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream(self._device_index).cuda_stream
-        attributes = []
         if overlap:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        if cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = cluster, 1, 1
-            attributes.append(attribute)
-        config.attrs, config.numAttrs = attributes, len(attributes)
+            config.attrs, config.numAttrs = [attribute], 1
         values, types = zip(*(_packed(arg) for arg in args), strict=True)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
@@ -228,7 +219,6 @@ class _NotLaunched(Kernel):
         grid: tuple[int, int, int],
         threads: int,
         shared_bytes: int = 0,
-        cluster: int = 1,
         overlap: bool = True,
     ) -> None:
         """Does nothing."""

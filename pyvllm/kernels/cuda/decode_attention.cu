@@ -15,7 +15,8 @@
 //
 // With FUSED the queries, keys and values of the step come as the projection gives them. Each block norms and turns its
 // queries while keys are on their way. The block of a sequence's last item does so with the new key, and stores it and
-// the new value; what they add to the output comes in at the end, as if from one warp more.
+// the new value; what they add to the output comes in at the end, as if from one warp more. All else that is in KV memory
+// is of earlier steps: keys and values are on their way before the kernel before this one has ended.
 //
 // Macros: FLOAT16 (see device.cuh); HEAD_DIM: D, a multiple of 64; GROUP: query heads of a KV head, 1 to 8;
 // PARTIAL_ROWS: heads that partial results have room for; BLOCK_SIZE: positions of a block of KV memory, a multiple of
@@ -51,7 +52,6 @@ struct Tokens {
 
 struct Memory {
     u16* layer;  // [N, 2, K, BLOCK_SIZE, D]
-    const int* block_ids;
     i64 block_stride;
     i64 value_offset;  // from a key to its value
 
@@ -73,25 +73,30 @@ DEVICE const u16* token_head(const Tokens& tokens, int seq, int head) {
     return tokens.heads + static_cast<i64>(seq) * tokens.stride + head * tokens.head_stride;
 }
 
-// Norms and turns the queries; of the newest item the key too, and stores it and its value. Ends with a barrier.
-DEVICE void prepare(Extra* extra, const Tokens& tokens, const Item& item, const Memory& memory) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.x, num_kv_heads = gridDim.x;
-    float* scratch = extra->scratch + warp * HEAD_DIM;
+// Norms and turns the queries; of the newest item the key too, and stores it and its value at `stored`. Each is a task
+// of one warp, since nearly all of it is waiting for memory. Ends with a barrier.
+DEVICE void prepare(Extra* extra, const Tokens& tokens, const Item& item, u16* stored, i64 value_offset) {
+    int lane = threadIdx.x % 32, kv_head = blockIdx.x, num_kv_heads = gridDim.x;
+    float* scratch = extra->scratch + threadIdx.x / 32 * HEAD_DIM;
     int position = max(item.seq_len - 1, 0);
-    for (int i = warp; i < GROUP; i += WARPS) {
-        const u16* source = token_head(tokens, item.seq, kv_head * GROUP + i);
-        prepare_head(extra->queries + i * QUERY_STRIDE, scratch, source, tokens.query, position, lane);
-    }
-    if (item.is_newest() && warp == WARPS - 1) {
-        const u16* key = token_head(tokens, item.seq, num_kv_heads * GROUP + kv_head);
-        const u16* value = token_head(tokens, item.seq, num_kv_heads * (GROUP + 1) + kv_head);
-        prepare_head(extra->key, scratch, key, tokens.key, position, lane);
-        u16* stored = memory.key(memory.block_ids[item.table + position / BLOCK_SIZE], kv_head, position);
+    int num_tasks = item.is_newest() ? GROUP + 2 : GROUP;
+    for (int task = threadIdx.x / 32; task < num_tasks; task += WARPS) {
+        if (task < GROUP) {
+            const u16* source = token_head(tokens, item.seq, kv_head * GROUP + task);
+            prepare_head(extra->queries + task * QUERY_STRIDE, scratch, source, tokens.query, position, lane);
+        } else if (task == GROUP) {
+            const u16* source = token_head(tokens, item.seq, num_kv_heads * GROUP + kv_head);
+            prepare_head(extra->key, scratch, source, tokens.key, position, lane);
 #pragma unroll
-        for (int i = lane; i < HEAD_DIM; i += 32) {
-            stored[i] = extra->key[i];
-            stored[i + memory.value_offset] = value[i];
-            extra->value[i] = to_float(value[i]);
+            for (int i = lane; i < HEAD_DIM; i += 32) stored[i] = extra->key[i];
+        } else {
+            const u16* source = token_head(tokens, item.seq, num_kv_heads * (GROUP + 1) + kv_head);
+#pragma unroll
+            for (int i = lane; i < HEAD_DIM; i += 32) {
+                u16 value = source[i];
+                stored[i + value_offset] = value;
+                extra->value[i] = to_float(value);
+            }
         }
     }
     __syncthreads();
@@ -152,20 +157,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                      float key_eps) {
     SHARED_MEMORY(shared);
     allow_next_kernel();
-    wait_for_previous_kernel();
+    // The work list and the block ids were there before the kernels of the layers began.
     int4 words = items[2 * blockIdx.y], more = items[2 * blockIdx.y + 1];
+    // Without waiting, so that the many blocks without an item are gone when those with one begin to work.
     if (static_cast<int>(blockIdx.y) >= *num_items) return;
     Item item = {words.x, words.y, words.z, words.w, more.x, more.y, more.z};
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.x, num_kv_heads = gridDim.x;
 
     constexpr int HEAD_SIZE = BLOCK_SIZE * HEAD_DIM;
-    Memory memory = {kv_layer, block_ids, static_cast<i64>(2 * num_kv_heads) * HEAD_SIZE,
+    Memory memory = {kv_layer, static_cast<i64>(2 * num_kv_heads) * HEAD_SIZE,
                      static_cast<i64>(num_kv_heads) * HEAD_SIZE};
     Fetcher fetcher = {memory.key(0, kv_head, 0), memory.block_stride, memory.value_offset, block_ids + item.table};
     fetcher.stored_len = item.seq_len - FUSED;
     fetcher.position = item.first_tile * TILE + warp * ROWS;
     fetcher.end = item.last_tile * TILE;
     fetcher.load_ids(lane);
+    u16* stored = nullptr;
+    if (FUSED && item.is_newest())
+        stored = memory.key(block_ids[item.table + (item.seq_len - 1) / BLOCK_SIZE], kv_head, item.seq_len - 1);
+    if constexpr (!FUSED) wait_for_previous_kernel();
     uint4* ring = reinterpret_cast<uint4*>(shared) + warp * 2 * LOADS * 32 + lane;
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) fetcher.next(ring + stage * RING_STAGE, lane);
@@ -179,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     Extra* extra = reinterpret_cast<Extra*>(shared + STAGES * RING_STAGE * sizeof(uint4));
     uint4 queries[KEY_PARTS];
     if constexpr (FUSED) {
-        prepare(extra, tokens, item, memory);
+        wait_for_previous_kernel();
+        prepare(extra, tokens, item, stored, memory.value_offset);
         if (item.is_newest()) score_new_key(extra, scoring);
         load_queries(queries, extra->queries, QUERY_STRIDE);
     } else {

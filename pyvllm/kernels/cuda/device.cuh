@@ -140,6 +140,7 @@ DEVICE float4 load_fresh(const float4* source) {
 // Once all blocks have called this, the next kernel may begin.
 DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the kernel before this one has ended and its writes are visible. Every thread of every kernel must call
-// this: the end of a kernel then implies the end of all before it.
+// Waits until the kernel before this one has ended and its writes are visible. Every thread must call this before it
+// touches what another kernel may write, or writes; in every kernel some block does, so that the end of a kernel implies
+// the end of all before it.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyvllm.kernels.cuda import compile as cuda_compile
-from pyvllm.kernels.cuda import decode
+from pyvllm.kernels.cuda import decode, prefill
+from pyvllm.kernels.cuda import gated_linear as wide
 from pyvllm.kernels.cuda import linear as skinny
 from pyvllm.kernels.interface import LinearFunction
 from pyvllm.kernels.plain import Heads, Norm
@@ -21,11 +22,8 @@ from pyvllm.kernels.triton.attention import AttentionPlan
 from pyvllm.kernels.triton.kernels import TritonKernels
 
 _HOPPER: Final = (9, 0)
-# Measured on an H200: attention in Triton is as fast with more sequences. With one, in the middle of the other kernels
-# of a layer, queries, keys and values 6144 wide (LLaMA 3 8B) decode at 242 tokens/s with it and at 215 with CUDA; 4096
-# wide (Qwen 3 0.6B) at 1157 and 1238.
-_FEW_SEQUENCES: Final = 4
-_WIDEST: Final = 4096
+# Measured on an H200: attention in Triton is as fast with more sequences.
+_FEW_SEQUENCES: Final = 8
 _SILU: Final = ("silu", "swish")
 
 
@@ -45,7 +43,7 @@ class CudaKernels(TritonKernels):
     """See the package. Decode steps of a padded size may be captured in a CUDA graph once they have run.
 
     A layer of a decode step with few rows is five kernels: norm and projection; attention with what is before it;
-    output matrix and sum; norm, gate and up; down and sum.
+    output matrix and sum; norm, gate and up; down and sum. With more rows gate, up and activation are one.
     """
 
     name = "cuda"
@@ -68,8 +66,11 @@ class CudaKernels(TritonKernels):
 
     def norm_gated(self, hidden: Tensor, of: Norm, linear: LinearFunction, activation: str) -> Tensor:
         """activation(gate) * up of what `norm_linear` gives, gates first: `[T, out / 2]`."""
-        if activation in _SILU and isinstance(linear, PackedLinear) and linear.serves(hidden, of):
-            return skinny.skinny_linear(hidden, linear.weight, bias=linear.bias, norm=of, gated=True)
+        if activation in _SILU and isinstance(linear, PackedLinear):
+            if linear.serves(hidden, of):
+                return skinny.skinny_linear(hidden, linear.weight, bias=linear.bias, norm=of, gated=True)
+            x = self.norm(hidden, of)
+            return wide.gated_linear(x, linear.weight) if linear.is_wide(x) else self.gated(linear(x), activation)
         return self.gated(self.norm_linear(hidden, of, linear), activation)
 
     def linear_add(self, hidden: Tensor, x: Tensor, linear: LinearFunction) -> Tensor | None:
@@ -86,7 +87,7 @@ class CudaKernels(TritonKernels):
 
     def attend(self, qkv: Tensor, heads: Heads, angles: Any, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """`rotate_and_store`, then `paged_attention` of what it gives."""
-        fused = plan.prefill is None and _is_small(plan, len(qkv)) and decode.serves(plan, kv_layer)
+        fused = plan.prefill is None and len(qkv) <= _FEW_SEQUENCES and decode.serves(plan, kv_layer)
         if not fused or not decode.supports_heads(heads, qkv.dtype):
             query = self.rotate_and_store(qkv, heads, angles, kv_layer, plan)
             return self.paged_attention(query, kv_layer, plan)
@@ -96,16 +97,17 @@ class CudaKernels(TritonKernels):
 
     def paged_attention(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See `Kernels.paged_attention`."""
-        if not _is_small(plan, len(query)) or not decode.serves(plan, kv_layer):
+        decodes = len(query) <= _FEW_SEQUENCES and decode.serves(plan, kv_layer)
+        prefills = prefill.serves(plan, kv_layer)
+        if not decodes and not prefills:
             return super().paged_attention(query, kv_layer, plan)
-        output = paged.paged_attention(query, kv_layer, replace(plan, decode=None))
-        decode.decode_attention(query, kv_layer, output, plan)
+        others = replace(plan, decode=None if decodes else plan.decode, prefill=None if prefills else plan.prefill)
+        output = paged.paged_attention(query, kv_layer, others)
+        if decodes:
+            decode.decode_attention(query, kv_layer, output, plan)
+        if prefills:
+            prefill.prefill_attention(query, kv_layer, output, plan)
         return output
-
-
-def _is_small(plan: AttentionPlan, num_tokens: int) -> bool:
-    of = plan.attention
-    return num_tokens <= _FEW_SEQUENCES and (of.num_heads + 2 * of.num_kv_heads) * of.head_dim <= _WIDEST
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,3 +127,10 @@ class PackedLinear:
     def serves(self, x: Tensor, of: Norm | None = None) -> bool:
         """Whether `skinny_linear` does for this `x`, with a norm of it before."""
         return skinny.serves(x, self.weight) and (of is None or skinny.supports_norm(of, x.dtype))
+
+    def is_wide(self, x: Tensor) -> bool:
+        """Whether `gated_linear` does for this `x`, and faster than cuBLAS; the weight is a gate and what it scales."""
+        if self.bias is not None or not wide.serves(x, self.weight):
+            return False
+        (m, k), n, index = x.shape, len(self.weight) // 2, x.device.index
+        return wide.pays(m, n, k, multiprocessors=wide.multiprocessors(index))

@@ -124,14 +124,19 @@ def prepare(
 @lru_cache(maxsize=4096)
 def plan_launch(m: int, n: int, k: int, dtype: torch.dtype, *, norm: int, gated: bool, multiprocessors: int) -> Launch:
     """`norm`: 0 for none, else the macro NORM of gemv.cu."""
+    tile_rows = 8 if gated else _tile_rows(n, multiprocessors)
+    loaded_rows = 16 if gated else tile_rows
+    blocks = min(multiprocessors, -(-n // tile_rows))
+    # All blocks read as much. Where that is more than a ring, two on one multiprocessor, put there because blocks of
+    # other kernels were on others, would be the last by far.
+    alone = -(-n // (tile_rows * blocks)) * loaded_rows * k * dtype.itemsize > _RING_BYTES[0]
     ring_bytes = next(
         size
-        for limit in (_SHARED_BYTES_OF_TWO, MAX_SHARED_BYTES)
+        for limit in ((MAX_SHARED_BYTES,) if alone else (_SHARED_BYTES_OF_TWO, MAX_SHARED_BYTES))
         for size in _RING_BYTES
         if _shared_bytes(m, k, size, normed=norm != 0) <= limit
     )
-    tile_rows = 8 if gated else _tile_rows(n, multiprocessors)
-    loaded_rows = 16 if gated else tile_rows
+    shared_bytes = _shared_bytes(m, k, ring_bytes, normed=norm != 0)
     defines = {
         "FLOAT16": int(dtype == torch.float16),
         "K": k,
@@ -144,9 +149,9 @@ def plan_launch(m: int, n: int, k: int, dtype: torch.dtype, *, norm: int, gated:
     }
     return Launch(
         variant=Variant(source="gemv.cu", defines=tuple(defines.items())),
-        blocks=min(multiprocessors, -(-n // tile_rows)),
+        blocks=blocks,
         threads=_THREADS,
-        shared_bytes=_shared_bytes(m, k, ring_bytes, normed=norm != 0),
+        shared_bytes=max(shared_bytes, _SHARED_BYTES_OF_TWO + 1024) if alone else shared_bytes,
     )
 
 
