@@ -83,7 +83,7 @@ share() { # of the cores, 1 at least
     echo $((($(nproc) + $1 - 1) / $1))
 }
 
-start kernels "$(share 2)" tests/gpu/test_{attention,cascade,glue,sampling,each_kernel,expert_kernels,cuda_decode,cuda_gemv,cuda_kernels}.py
+start kernels "$(share 2)" tests/gpu/test_{attention,cascade,glue,sampling,each_kernel,expert_kernels,cuda_decode,cuda_gemv,cuda_linear,cuda_prefill,cuda_kernels,overlap}.py
 start model 0 tests/gpu/test_model.py
 start engine 0 tests/gpu/test_engine.py tests/gpu/test_requests.py
 start families "$(share 4)" tests/gpu/test_families.py

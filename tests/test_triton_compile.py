@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton_compile import CASES, Usage
+from tests.triton_compile import CASES, EARLY, Usage
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,9 @@ def test_shared_memory_suffices(name: str, usages: dict[str, Usage]) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.uses_wgmma])
 def test_products_are_those_of_warp_groups(name: str, usages: dict[str, Usage]) -> None:
     assert usages[name].wgmma
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_that_begin_early_wait_and_others_know_nothing_of_it(name: str, usages: dict[str, Usage]) -> None:
+    case = CASES[name]
+    assert usages[name].waits == (case.kernel in EARLY and case.capability >= 90)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from pyvllm.kernels import Attention, Heads, Norm, RopeTables
 from pyvllm.kernels.triton import (
@@ -74,6 +76,8 @@ class Usage:
     shared: int
     """Bytes of a program."""
     wgmma: bool
+    waits: bool
+    """For the kernel before it, which it may begin beside."""
 
 
 def compile_case(case: Case) -> Usage:
@@ -87,14 +91,20 @@ def compile_case(case: Case) -> Usage:
         cares = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
         if cares and kind != "fp32":
             attributes[(i,)] = [["tt.divisibility", 16]]
+    target = GPUTarget("cuda", case.capability, 32)
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))  # for kernels that ask
     compiled = triton.compile(
         ASTSource(case.kernel, signature, dict(case.constants), attributes),
-        target=GPUTarget("cuda", case.capability, 32),
+        target=target,
         options={"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True},
     )
     registers, stack = _resources(compiled.asm["cubin"])
     return Usage(
-        registers=registers, stack=stack, shared=compiled.metadata.shared, wgmma="wgmma.mma" in compiled.asm["ptx"]
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        wgmma="wgmma.mma" in compiled.asm["ptx"],
+        waits="griddepcontrol.wait" in compiled.asm["ptx"],
     )
 
 
@@ -145,22 +155,20 @@ def _attention_types(dtype: torch.dtype) -> dict[str, str]:
 
 def _decode(
     spec: Attention,
-    cascade: CascadeConfig | None = None,
     *,
+    cascades: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = 64,
     **options: Any,
 ) -> Case:
     config = DecodeConfig()
+    constants = attention_config.decode_constants(spec, _kv_layer(spec, dtype, block_size), config, cascades=cascades)
     return Case(
         kernel=decode_kernel,
         types=_attention_types(dtype),
-        constants={
-            **attention_config.decode_constants(spec, _kv_layer(spec, dtype, block_size), config, cascade),
-            **_absent(spec),
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        constants={**constants, **_absent(spec)},
+        num_warps=attention_config.decode_warps(constants, dtype, config),
+        num_stages=_CASCADE.own_stages if cascades else config.num_stages,
         **options,
     )
 
@@ -222,7 +230,7 @@ def _attention_cases() -> Iterator[tuple[str, Case]]:
         yield f"decode, {name}", _decode(spec)
         yield f"prefill, {name}", _prefill(spec, uses_wgmma=True)
         if spec.window is None:
-            yield f"decode behind a cascade, {name}", _decode(spec, _CASCADE)
+            yield f"decode behind a cascade, {name}", _decode(spec, cascades=True)
             yield f"small cascade, {name}", _cascade(spec, 4)
             yield f"large cascade, {name}", _cascade(spec, 100, uses_wgmma=True)
     yield "decode, block 16", _decode(_LLAMA, block_size=16)
@@ -233,7 +241,7 @@ def _attention_cases() -> Iterator[tuple[str, Case]]:
     yield "large cascade, MHA", _cascade(replace(_LLAMA, num_kv_heads=32), 100, uses_wgmma=True)
     yield "decode, float32", _decode(_LLAMA, dtype=torch.float32)
     yield "prefill, float32", _prefill(_LLAMA, dtype=torch.float32)
-    yield "decode behind a cascade, float32", _decode(_LLAMA, _CASCADE, dtype=torch.float32)
+    yield "decode behind a cascade, float32", _decode(_LLAMA, cascades=True, dtype=torch.float32)
     yield "cascade, float32", _cascade(_LLAMA, 100, dtype=torch.float32)
     yield "decode, sm_80", _decode(_LLAMA, capability=80)
     yield "prefill, sm_80", _prefill(_LLAMA, capability=80)
@@ -346,6 +354,8 @@ def _sampling_cases() -> Iterator[tuple[str, Case]]:
     yield "penalties", _sampling(sampling_penalties.penalise_kernel, 4, share, "fp32")
 
 
+EARLY = (norm_kernel, heads_kernel, activation_kernel, decode_kernel)
+"""Those launched with `pdl.launch_options`."""
 CASES: dict[str, Case] = dict(chain(_attention_cases(), _glue_cases(), _sampling_cases()))
 
 

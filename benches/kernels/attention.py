@@ -1,4 +1,5 @@
-"""Paged attention on one GPU: µs of a layer, and the share of what memory or tensor cores allow.
+"""Paged attention in Triton on one GPU: µs of a layer, and the share of what memory or tensor cores allow. For prefill
+on Hopper also µs and rate of the kernel in CUDA C++.
 
 A CUDA graph of a step's layers is replayed, each with KV memory of its own, enough of them that no cache can serve
 them; a layer's time is the graph's by their number, so gaps between kernels count.
@@ -21,6 +22,8 @@ import torch
 
 from benches.kernels.timing import PEAK_TB_PER_S, Row, time_chain
 from pyvllm.kernels import Attention
+from pyvllm.kernels.cuda.kernels import reason_against
+from pyvllm.kernels.cuda.prefill import prefill_attention
 from pyvllm.kernels.triton.attention import paged_attention, plan_attention
 from pyvllm.kernels.triton.attention_config import AttentionConfig, CascadeConfig, DecodeConfig, PrefillConfig
 from pyvllm.step import HEADER_LEN, StepView
@@ -129,6 +132,12 @@ class Bench:
         plan = plan_attention(self.step, self.attention, self.pool[0], config)
         return time_chain([partial(paged_attention, self.query, layer, plan) for layer in self.pool])
 
+    def cuda_time(self) -> float:
+        """µs of a layer's prefill attention in CUDA C++."""
+        plan = plan_attention(self.step, self.attention, self.pool[0])
+        output = self.query.new_empty(len(self.query), self.attention.num_heads * _HEAD_DIM)
+        return time_chain([partial(prefill_attention, self.query, layer, output, plan) for layer in self.pool])
+
     def plan_time(self, config: AttentionConfig | None) -> float:
         """µs of preparing a step."""
         return time_chain([partial(plan_attention, self.step, self.attention, self.pool[0], config)] * 20)
@@ -137,7 +146,7 @@ class Bench:
         """Everything about it."""
         limit, time = self.limit(), self.time(config)
         unit = "TB/s" if limit.peak == PEAK_TB_PER_S * 1e6 else "TFLOP/s"
-        return {
+        row: Row = {
             "case": self.name,
             "heads": f"{self.attention.num_heads}/{self.attention.num_kv_heads}",
             "us": round(time, 2),
@@ -147,6 +156,10 @@ class Bench:
             "unit": unit,
             "plan_us": round(self.plan_time(config), 2),
         }
+        if self.step.num_decodes == 0 and reason_against(torch.device("cuda")) is None:
+            cuda_time = self.cuda_time()
+            row |= {"cuda_us": round(cuda_time, 2), "cuda_rate": round(limit.amount / cuda_time / 1e6, 2)}
+        return row
 
 
 def _step(lens: Lens, num_blocks: int) -> StepView:
@@ -182,8 +195,8 @@ def _prefill_configs() -> Iterator[AttentionConfig]:
 
 
 def _cascade_configs() -> Iterator[AttentionConfig]:
-    for rows, programs, min_tiles, stages in product((64, 128), (2, 3), (2, 4, 8), (2, 3)):
-        cascade = CascadeConfig(rows=rows, programs_per_sm=programs, min_tiles=min_tiles, num_stages=stages)
+    for rows, programs, min_tiles, own_stages in product((64, 128), (2, 3), (2, 4, 8), (2, 3)):
+        cascade = CascadeConfig(rows=rows, programs_per_sm=programs, min_tiles=min_tiles, own_stages=own_stages)
         yield AttentionConfig(cascade=cascade)
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyvllm.kernels.triton.pdl import allow_next, launch_options, wait_for_previous
+
 KINDS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -41,7 +43,14 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 def _launch(x: Tensor, output: Tensor, activation: str, *, gated: bool) -> Tensor:
     size = output.shape[-1]
     activation_kernel[(output.numel() // size, triton.cdiv(size, BLOCK))](
-        x, output, SIZE=size, KIND=KINDS[activation], GATED=gated, BLOCK=BLOCK, num_warps=NUM_WARPS
+        x,
+        output,
+        SIZE=size,
+        KIND=KINDS[activation],
+        GATED=gated,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        **launch_options(),
     )
     return output
 
@@ -56,10 +65,12 @@ def activation_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid: (rows, blocks of a row). `output` [rows, SIZE]; `x` the same, or twice as wide if `GATED`."""
+    allow_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     source = x + row * (2 * SIZE if GATED else SIZE) + column
+    wait_for_previous()
     loaded = tl.load(source, mask=inside, other=0)
     if GATED:
         up = tl.load(source + SIZE, mask=inside, other=0)

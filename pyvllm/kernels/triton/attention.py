@@ -29,6 +29,7 @@ from pyvllm.kernels.triton.attention_config import (
     cascade_warps,
     decode_constants,
     decode_items_constants,
+    decode_warps,
     default_config,
     num_processors,
     options,
@@ -37,6 +38,7 @@ from pyvllm.kernels.triton.attention_config import (
 from pyvllm.kernels.triton.cascade_attention import cascade_kernel
 from pyvllm.kernels.triton.decode_attention import decode_kernel
 from pyvllm.kernels.triton.kv_write import kv_write_kernel
+from pyvllm.kernels.triton.pdl import launch_options
 from pyvllm.kernels.triton.prefill_attention import prefill_kernel
 from pyvllm.kernels.triton.work_list import (
     ITEM_WORDS,
@@ -143,7 +145,7 @@ def _plan_decode(
     config = configs.decode
     # In a window sequences of different lengths see different keys.
     has_cascades = step.num_cascades > 0 and attention.window is None
-    constants = decode_constants(attention, kv_layer, config, configs.cascade if has_cascades else None)
+    constants = decode_constants(attention, kv_layer, config, cascades=has_cascades)
     cascade = _plan_cascade(step, constants, kv_layer, num_seqs, configs.cascade) if has_cascades else None
     group = attention.num_heads // attention.num_kv_heads
     head_tiles = attention.num_kv_heads * triton.cdiv(group, constants["ROWS"])
@@ -165,9 +167,11 @@ def _plan_decode(
         num_warps=items_constants["BLOCK"] // PLAN_LANES,
         enable_fp_fusion=True,
     )
+    num_stages = configs.cascade.own_stages if has_cascades else config.num_stages
+    launch = options(decode_warps(constants, kv_layer.dtype, config), num_stages) | launch_options()
     return DecodePlan(
         num_programs=len(items) * head_tiles,
-        constants={**constants, **options(config.num_warps, config.num_stages)},
+        constants={**constants, **launch},
         items=items,
         num_items=num_items,
         partial_stats=torch.empty(*partials, 2, dtype=torch.float32, device=kv_layer.device),

@@ -43,11 +43,10 @@ class DecodeConfig:
     """Of a tile of keys: with values and two stages, 64 KB in flight keep the memory of one processor busy."""
     max_tile: int = 64
     """Positions of a tile: no more than a block of the usual size, so that one block id serves a tile."""
-    num_warps: int = 4
+    num_warps: int = 2
+    """Of programs whose registers suffice; twice as many else. Fewer warps wait less for one another."""
     num_stages: int = 3
     """One more than the buffers that the compiler makes of them."""
-    combined_numbers: int = 1 << 13
-    """Of partial results that a program has in flight when it combines them: with 4 warps, 64 for each thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +74,9 @@ class CascadeConfig:
     """Tiles that a program does at least before what is shared is cut: each cut is a partial result for each row."""
     num_stages: int = 3
     """As in `DecodeConfig`."""
-    started_numbers: int = 1 << 12
-    """Of partial results that a program of decode attention has in flight when it starts from them."""
+    own_stages: int = 2
+    """Of decode attention beside it: sequences often have a tile or two for themselves, and then more programs on a
+    processor keep memory busier than more tiles of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +103,9 @@ def default_config(device: torch.device, head_dim: int) -> AttentionConfig:
 
 
 def decode_constants(
-    attention: Attention, kv_layer: Tensor, config: DecodeConfig, cascade: CascadeConfig | None = None
+    attention: Attention, kv_layer: Tensor, config: DecodeConfig, *, cascades: bool = False
 ) -> Constants:
-    """The constants of `decode_kernel`. `cascade`: None for a step without."""
+    """The constants of `decode_kernel`. `cascades`: whether the step has any."""
     group = attention.num_heads // attention.num_kv_heads
     rows = min(max(triton.next_power_of_2(group), _MIN_ROWS), 64)
     partial_rows = min(triton.next_power_of_2(group), rows)
@@ -114,9 +114,14 @@ def decode_constants(
         **common,
         "ROWS": rows,
         "PARTIAL_ROWS": partial_rows,
-        "AT_ONCE": max(1, config.combined_numbers // (partial_rows * common["HEAD_PAD"])),
-        "SHARED_AT_ONCE": max(1, cascade.started_numbers // (partial_rows * common["HEAD_PAD"])) if cascade else 0,
+        "CASCADES": cascades,
     }
+
+
+def decode_warps(constants: Constants, dtype: torch.dtype, config: DecodeConfig) -> int:
+    """Warps of a program of `decode_kernel`."""
+    few = constants["ROWS"] == _MIN_ROWS and dtype != torch.float32
+    return config.num_warps if few else 2 * config.num_warps
 
 
 def decode_items_constants(
@@ -128,7 +133,7 @@ def decode_items_constants(
         "MIN_TILES": config.min_tiles,
         "NUM_COUNTERS": 2 * target * head_tiles,
         "WINDOW": constants["WINDOW"],
-        "CASCADES": constants["SHARED_AT_ONCE"] > 0,
+        "CASCADES": constants["CASCADES"],
         "TILE": constants["TILE"],
         "BLOCK": _plan_block(num_seqs),
     }
@@ -151,7 +156,7 @@ def cascade_constants(constants: Constants, dtype: torch.dtype, members: int, co
     few = triton.next_power_of_2(FEW_MEMBERS * group)
     rows = config.rows if members > FEW_MEMBERS else min(max(few, _MIN_ROWS), config.rows)
     rows = rows if dtype != torch.float32 else min(rows, _FLOAT32_ROWS)
-    others = ("ROWS", "PARTIAL_ROWS", "AT_ONCE", "SHARED_AT_ONCE", "WINDOW")
+    others = ("ROWS", "PARTIAL_ROWS", "CASCADES", "WINDOW")
     common = {name: value for name, value in constants.items() if name not in others}
     # Of a very large group only a part of the heads, so that there are rows of several sequences.
     return {**common, "ROWS": rows, "HEADS": min(group, max(rows // 4, _MIN_ROWS))}

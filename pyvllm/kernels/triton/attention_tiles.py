@@ -83,12 +83,18 @@ def transform(
 
 
 @triton.jit
-def mask_scores(scores: tl.tensor, distance: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """Hide the keys behind the query and those before its window. `WINDOW`: 0 for none."""
-    visible = distance >= 0
+def is_seen(distance: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Whether a key is neither behind the query nor before its window. `WINDOW`: 0 for none."""
+    seen = distance >= 0
     if WINDOW > 0:
-        visible = visible & (distance < WINDOW)
-    return tl.where(visible, scores, float("-inf"))
+        seen = seen & (distance < WINDOW)
+    return seen
+
+
+@triton.jit
+def mask_scores(scores: tl.tensor, distance: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Hide the keys that are not seen."""
+    return tl.where(is_seen(distance, WINDOW), scores, float("-inf"))
 
 
 @triton.jit

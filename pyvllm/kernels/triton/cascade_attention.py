@@ -2,7 +2,8 @@
 
 A program does items of the work list (`work_list.py`) for KV heads: the queries of some members, one token each, times
 the query heads that share a KV head, are the rows of one matrix, as in prefill. What comes out is partial: decode
-attention starts from it and goes on with the keys that each sequence has for itself.
+attention, which begins on processors that have room while this still runs, adds it to what it has computed of the keys
+that each sequence has for itself.
 
 Every query is behind all shared keys, since a step writes no block that another sequence has too: nothing is masked.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pyvllm.kernels.triton.attention_tiles import MASKED
+from pyvllm.kernels.triton.pdl import allow_next
 from pyvllm.kernels.triton.prefill_attention import attend_rows
 from pyvllm.kernels.triton.work_list import ITEM_WORDS
 
@@ -53,6 +55,7 @@ def cascade_kernel(
     By slot and head: `shared_stats` [slots, H, 2], maximum and sum, and `shared_outputs` [slots, H, D], float32, as
     `accumulate` leaves them.
     """
+    allow_next()
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * ((GROUP + HEADS - 1) // HEADS)
     row = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_PAD)

@@ -4,8 +4,8 @@ A program does one item of the work list (`work_list.py`) for one tile of the qu
 sequence of several items leaves partial results in float32, and the last program to arrive combines them: its own
 counter tells it, so that no second kernel is needed.
 
-Of a sequence in a cascade, items have only the keys that it has for itself, and the first one starts from the partial
-results over the others, which `cascade_attention.py` left.
+Of a sequence in a cascade, items have only the keys that it has for itself, and the first one adds the partial results
+over the others, which `cascade_attention.py` left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pyvllm.kernels.triton.attention_tiles import (
     MASKED,
     accumulate,
     accumulate_sinks,
+    is_seen,
     log2_factor,
     mask_scores,
     tile_block,
     tile_rows,
     transform,
 )
+from pyvllm.kernels.triton.pdl import allow_next, wait_for_previous
 from pyvllm.kernels.triton.work_list import ITEM_WORDS, MAX_SHARED_SLOTS
 
 
@@ -60,65 +62,66 @@ def _attend(
         next_block = tile_block(block_table, tile + 1, seq_len, TILE, BLOCK_SIZE)
         rows = tile_rows(block, tile, kv_head, NUM_KV_HEADS, HEAD_DIM, TILE, BLOCK_SIZE)
         pointers = kv_layer + rows[:, None] + dims[None, :]
-        position = tile * TILE + tl.arange(0, TILE)
-        key = tl.load(pointers, mask=in_head, other=0.0)
-        # Memory behind the sequence's end may hold anything, NaN too, and 0 * NaN is no 0.
-        value = tl.load(
-            pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
-            mask=(position[:, None] < seq_len) & in_head,
-            other=0.0,
-        )
-        distance = (seq_len - 1 - position)[None, :]
+        distance = seq_len - 1 - tile * TILE - tl.arange(0, TILE)
+        # Only what is seen is read. Memory behind the sequence's end may hold anything, NaN too, and 0 * NaN is no 0.
+        seen = is_seen(distance, WINDOW)[:, None] & in_head
+        key = tl.load(pointers, mask=seen, other=0.0)
+        value = tl.load(pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=seen, other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        scores = transform(products, distance, slopes, scale, SOFTCAP, HAS_SLOPES)
-        scores = mask_scores(scores, distance, WINDOW)
+        scores = transform(products, distance[None, :], slopes, scale, SOFTCAP, HAS_SLOPES)
+        scores = mask_scores(scores, distance[None, :], WINDOW)
         row_max, row_sum, output = accumulate(scores, factor, value, row_max, row_sum, output, PRECISION)
         block = next_block
     return row_max, row_sum, output
 
 
 @triton.jit
+def _join(
+    max_a: tl.tensor, sum_a: tl.tensor, output_a: tl.tensor, max_b: tl.tensor, sum_b: tl.tensor, output_b: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What `accumulate` would leave of the keys of both."""
+    row_max = tl.maximum(max_a, max_b)
+    weight_a = tl.exp2(max_a - row_max)
+    weight_b = tl.exp2(max_b - row_max)
+    return row_max, sum_a * weight_a + sum_b * weight_b, output_a * weight_a[:, None] + output_b * weight_b[:, None]
+
+
+@triton.jit
 def _combine(
-    partial_stats: tl.tensor,
-    partial_outputs: tl.tensor,
-    first_slot: tl.tensor,
+    stats: tl.tensor,
+    outputs: tl.tensor,
     slots: tl.tensor,
     slot_rows: tl.tensor,
     num_rows: tl.tensor,
     PARTIAL_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The partial results of slots [first_slot, first_slot + slots) together, as `accumulate` would leave them:
-    maximum and sum [PARTIAL_ROWS], output [PARTIAL_ROWS, HEAD_PAD], of which the first `num_rows` rows matter.
+    """The partial results of some slots together: maximum and sum [PARTIAL_ROWS], output [PARTIAL_ROWS, HEAD_PAD], of
+    which the first `num_rows` rows matter.
 
-    `slot_rows`: rows from one slot to the next; the pointers are at this program's rows of slot 0.
+    `stats` and `outputs` are at this program's rows of the first slot; the next slot's are `slot_rows` rows behind.
     """
     row = tl.arange(0, PARTIAL_ROWS)
     dims = tl.arange(0, HEAD_PAD)
+    real = row < num_rows
     row_max = tl.full([PARTIAL_ROWS], MASKED, tl.float32)
     row_sum = tl.zeros([PARTIAL_ROWS], tl.float32)
     output = tl.zeros([PARTIAL_ROWS, HEAD_PAD], tl.float32)
-    for start in range(0, slots, AT_ONCE):
-        slot = start + tl.arange(0, AT_ONCE)
-        at = (first_slot + slot)[:, None] * slot_rows + row[None, :]
-        real = (slot < slots)[:, None] & (row < num_rows)[None, :]
+    # Most often there is one slot: a tensor of several would mostly be masked, and take registers of every program, so
+    # that fewer fit on a processor.
+    for slot in tl.range(slots, loop_unroll_factor=4):
+        at = slot * slot_rows + row
         # Written by other programs: not to be read through this processor's own cache.
-        maxima = tl.load(partial_stats + 2 * at, mask=real, other=MASKED, cache_modifier=".cg")
-        sums = tl.load(partial_stats + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
-        outputs = tl.load(
-            partial_outputs + at[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=real[:, :, None] & (dims[None, None, :] < HEAD_DIM),
+        slot_max = tl.load(stats + 2 * at, mask=real, other=MASKED, cache_modifier=".cg")
+        slot_sum = tl.load(stats + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
+        slot_output = tl.load(
+            outputs + at[:, None] * HEAD_DIM + dims[None, :],
+            mask=real[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_max = tl.maximum(row_max, tl.max(maxima, 0))
-        weights = tl.exp2(maxima - new_max[None, :])
-        decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(sums * weights, 0)
-        output = output * decay[:, None] + tl.sum(outputs * weights[:, :, None], 0)
-        row_max = new_max
+        row_max, row_sum, output = _join(row_max, row_sum, output, slot_max, slot_sum, slot_output)
     return row_max, row_sum, output
 
 
@@ -132,40 +135,6 @@ def _repeat_rows(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
         return tl.broadcast_to(values[None, :, :], (TIMES, values.shape[0], values.shape[1])).reshape(
             ROWS, values.shape[1]
         )
-
-
-@triton.jit
-def _shared_results(
-    shared_stats: tl.tensor,
-    shared_outputs: tl.tensor,
-    shared: tl.tensor,
-    kv_head: tl.tensor,
-    first_member: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTIAL_ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """What `accumulate` goes on from, of ROWS heads of a group from `first_member` on: the partial results of a cascade
-    that `shared`, the last word of an item, stands for. Rows behind the group's heads have no meaning.
-    """
-    first_head = kv_head * GROUP + first_member
-    row_max, row_sum, output = _combine(
-        shared_stats + 2 * first_head,
-        shared_outputs + first_head * HEAD_DIM,
-        shared // MAX_SHARED_SLOTS,
-        shared % MAX_SHARED_SLOTS,
-        NUM_KV_HEADS * GROUP,
-        GROUP - first_member,
-        PARTIAL_ROWS,
-        HEAD_DIM,
-        HEAD_PAD,
-        AT_ONCE,
-    )
-    return _repeat_rows(row_max, ROWS), _repeat_rows(row_sum, ROWS), _repeat_rows(output, ROWS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_table_ids", "items", "num_items", "counters"])
@@ -194,8 +163,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    SHARED_AT_ONCE: tl.constexpr,
+    CASCADES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
@@ -206,9 +174,10 @@ def decode_kernel(
     `query` [S, H, D] with strides, `kv_layer` [N, 2, K, B, D], `output` [S, H, D], `items` and `num_items` of
     `decode_items_kernel`, `slopes` [H] float32, `sinks` [H] of any float type or None. By slot, head tile and row of
     it, of which the first PARTIAL_ROWS matter: `partial_stats` (maximum, sum) and `partial_outputs` [D], float32.
-    `counters` by slot and head tile: 0 before and after. `shared_stats` and `shared_outputs`: see `cascade_kernel`; of
-    no cascades SHARED_AT_ONCE is 0.
+    `counters` by slot and head tile: 0 before and after. CASCADES: the launch before this one is that of
+    `cascade_kernel`, which see for `shared_stats` and `shared_outputs`; else these are not looked at.
     """
+    allow_next()
     GROUP_TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * GROUP_TILES
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -223,6 +192,7 @@ def decode_kernel(
     split = tl.load(item + 5)
     splits = tl.load(item + 6)
     if item_index >= tl.load(num_items):
+        # Without waiting, so that the many programs without an item are gone when those with one begin to work.
         return
 
     kv_head = head_tile // GROUP_TILES
@@ -231,31 +201,19 @@ def decode_kernel(
     head = kv_head * GROUP + member
     dims = tl.arange(0, HEAD_PAD)
     valid = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    own_query = tl.load(
-        query + seq.to(tl.int64) * token_stride + head[:, None] * head_stride + dims[None, :], mask=valid, other=0.0
-    )
     own_slopes = row.to(tl.float32)
     if HAS_SLOPES:
         own_slopes = tl.load(slopes + head, mask=member < GROUP, other=0.0)
     block = tile_block(block_table_ids + table, first_tile, seq_len, TILE, BLOCK_SIZE)
+    if not CASCADES:
+        wait_for_previous()
+    # else the kernel before only reads them, and was launched without `launch_options`
+    own_query = tl.load(
+        query + seq.to(tl.int64) * token_stride + head[:, None] * head_stride + dims[None, :], mask=valid, other=0.0
+    )
     row_max = tl.full([ROWS], MASKED, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    if SHARED_AT_ONCE > 0:
-        row_max, row_sum, result = _shared_results(
-            shared_stats,
-            shared_outputs,
-            tl.load(item + 7),
-            kv_head,
-            (head_tile % GROUP_TILES) * ROWS,
-            NUM_KV_HEADS,
-            GROUP,
-            HEAD_DIM,
-            HEAD_PAD,
-            ROWS,
-            PARTIAL_ROWS,
-            SHARED_AT_ONCE,
-        )
     if sinks is not None:
         # Once for each sequence, whose items are combined.
         own_sinks = tl.load(sinks + head, mask=member < GROUP, other=float("-inf"))
@@ -284,6 +242,25 @@ def decode_kernel(
         HAS_SLOPES,
         PRECISION,
     )
+    if CASCADES:
+        shared = tl.load(item + 7)
+        first_shared = (shared // MAX_SHARED_SLOTS).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
+        first_shared += (head_tile % GROUP_TILES) * ROWS
+        wait_for_previous()
+        shared_max, shared_sum, shared_result = _combine(
+            shared_stats + 2 * first_shared,
+            shared_outputs + first_shared * HEAD_DIM,
+            shared % MAX_SHARED_SLOTS,
+            NUM_KV_HEADS * GROUP,
+            GROUP - (head_tile % GROUP_TILES) * ROWS,
+            PARTIAL_ROWS,
+            HEAD_DIM,
+            HEAD_PAD,
+        )
+        shared_max = _repeat_rows(shared_max, ROWS)
+        shared_sum = _repeat_rows(shared_sum, ROWS)
+        shared_result = _repeat_rows(shared_result, ROWS)
+        row_max, row_sum, result = _join(row_max, row_sum, result, shared_max, shared_sum, shared_result)
     output += seq.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
     if splits == 1:
         # Padding has no keys and a sum of 0; its output must be finite.
@@ -306,17 +283,16 @@ def decode_kernel(
     counter = counters + first_slot * HEAD_TILES + head_tile
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < splits - 1:
         return
+    first_row = first_slot * slot_rows
     _, row_sum, combined = _combine(
-        partial_stats,
-        partial_outputs,
-        first_slot,
+        partial_stats + 2 * first_row,
+        partial_outputs + first_row * HEAD_DIM,
         splits,
         slot_rows,
         PARTIAL_ROWS,
         PARTIAL_ROWS,
         HEAD_DIM,
         HEAD_PAD,
-        AT_ONCE,
     )
     combined = combined / row_sum[:, None]
     tl.store(counter, 0)  # for the next layer

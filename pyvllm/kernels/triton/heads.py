@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyvllm.kernels.plain import Heads, Norm
 from pyvllm.kernels.triton.norm import normalise, rule, statistics
+from pyvllm.kernels.triton.pdl import allow_next, launch_options, wait_for_previous
 
 # 1024 numbers of half precision: 16 for each thread of two warps.
 _TILE: Final = 1024
@@ -46,6 +47,7 @@ def rotate_and_store(qkv: Tensor, heads: Heads, positions: Tensor, kv_layer: Ten
         *_parameters(heads.key_norm),
         **constants,
         num_warps=NUM_WARPS,
+        **launch_options(),
     )
     return query
 
@@ -100,6 +102,7 @@ def heads_kernel(
     GROUP: tl.constexpr = TILE[0]
     QUERY_GROUPS: tl.constexpr = TILE[2]
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + GROUP - 1) // GROUP
+    allow_next()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     head = tl.arange(0, GROUP)[:, None]
@@ -122,6 +125,7 @@ def heads_kernel(
         valid = (head < NUM_KV_HEADS) & (column < HEAD_DIM)
         row = source + (NUM_HEADS + is_value * NUM_KV_HEADS + head) * HEAD_DIM
         if is_value:
+            wait_for_previous()
             x = tl.load(row + column, mask=valid)
         else:
             x = load_head(
@@ -148,47 +152,47 @@ def load_head(
     ROPE: tl.constexpr,
     RULE: tl.constexpr,
 ) -> tl.tensor:
-    """Heads, normed and turned, in their own dtype: `row` [heads, 1] points to them, `column` [heads, width]."""
+    """Heads, normed and turned, in their own dtype: `row` [heads, 1] points to them, `column` [heads, width].
+
+    All that depends on the step's plan alone is loaded before the kernel before this one has ended.
+    """
     ROTATED: tl.constexpr = ROPE[0]
     DTYPE: tl.constexpr = row.dtype.element_ty
-    x = tl.load(row + column, mask=valid, other=0).to(tl.float32)
+    if RULE is not None:
+        factors = load_parameter(weight, column, column < HEAD_DIM)
+        terms = None
+        if bias is not None:
+            terms = load_parameter(bias, column, column < HEAD_DIM)
     if ROTATED > 0:
         turned = column < ROTATED
         if ROPE[1]:
             partner = column ^ 1
         else:
             partner = tl.where(column < ROTATED // 2, column + ROTATED // 2, column - ROTATED // 2)
-        # The second read of what has just been read: from cache.
-        y = tl.load(row + partner, mask=valid & turned, other=0).to(tl.float32)
+        if RULE is not None:
+            partner_factors = load_parameter(weight, partner, turned)
+            partner_terms = None
+            if bias is not None:
+                partner_terms = load_parameter(bias, partner, turned)
         angle = tl.load(position).to(tl.int64) * ROTATED + column
         cosine = tl.load(cos + angle, mask=turned, other=1).to(tl.float32)
         sine = tl.load(sin + angle, mask=turned, other=0).to(tl.float32)
+    wait_for_previous()
+    x = tl.load(row + column, mask=valid, other=0).to(tl.float32)
+    if ROTATED > 0:
+        # The second read of what has just been read: from cache.
+        y = tl.load(row + partner, mask=valid & turned, other=0).to(tl.float32)
     if RULE is not None:
         mean, scale = statistics(x, valid, HEAD_DIM, RULE)
-        x = norm_columns(x, mean, scale, weight, bias, column, column < HEAD_DIM, DTYPE, RULE)
+        x = normalise(x, mean, scale, factors, terms, DTYPE, RULE).to(DTYPE).to(tl.float32)
         if ROTATED > 0:
-            y = norm_columns(y, mean, scale, weight, bias, partner, turned, DTYPE, RULE)
+            y = normalise(y, mean, scale, partner_factors, partner_terms, DTYPE, RULE).to(DTYPE).to(tl.float32)
     if ROTATED > 0:
         x = x * cosine + y * sine
     return x.to(DTYPE)
 
 
 @triton.jit
-def norm_columns(
-    x: tl.tensor,
-    mean: tl.tensor,
-    scale: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    column: tl.tensor,
-    inside: tl.tensor,
-    DTYPE: tl.constexpr,
-    RULE: tl.constexpr,
-) -> tl.tensor:
-    """`normalise`, rounded to `DTYPE`, of the elements at `column` [heads, width], still float32."""
-    factor = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
-    if bias is None:
-        term = None
-    else:
-        term = tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-    return normalise(x, mean, scale, factor, term, DTYPE, RULE).to(DTYPE).to(tl.float32)
+def load_parameter(values: tl.tensor, column: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """A norm's weight or bias at `column`, float32."""
+    return tl.load(values + column, mask=inside, other=0).to(tl.float32)

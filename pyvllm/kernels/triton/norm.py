@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyvllm.kernels.plain import Norm
+from pyvllm.kernels.triton.pdl import allow_next, launch_options, wait_for_previous
 
 NormRule = tuple[float, bool, bool]
 """Compile-time part of a `Norm`: eps, centred, weight_in_float32."""
@@ -56,6 +57,7 @@ def _launch(rows: Tensor, delta: Tensor | None, output: Tensor, of: Norm) -> Non
         WIDTH=width,
         RULE=rule(of),
         num_warps=num_warps(width),
+        **launch_options(),
     )
 
 
@@ -80,17 +82,18 @@ def norm_kernel(
 
     `WIDTH`: `SIZE` rounded up to a power of two.
     """
+    allow_next()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
     source = rows + row * row_stride + column
-    loaded = tl.load(source, mask=inside, other=0)
-    # Loaded before the sums, so that it does not wait for them.
     factors = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     if bias is None:
         terms = None
     else:
         terms = tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    wait_for_previous()
+    loaded = tl.load(source, mask=inside, other=0)
     if delta is not None:
         addend = tl.load(delta + row * SIZE + column, mask=inside, other=0)
         loaded = (loaded.to(tl.float32) + addend.to(tl.float32)).to(loaded.dtype)

@@ -39,8 +39,9 @@ DEFAULT = SamplingConfig()
 
 
 def tiles_each(num_tiles: int, num_rows: int, config: SamplingConfig) -> int:
-    """How many tiles of a row a program takes."""
-    return min(max(num_tiles * num_rows // config.programs, 1), num_tiles)
+    """How many tiles of a row a program takes, the last one not many fewer."""
+    most = min(max(num_tiles * num_rows // config.programs, 1), num_tiles)
+    return -(-num_tiles // -(-num_tiles // most))
 
 
 @triton.jit
