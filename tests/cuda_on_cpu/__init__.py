@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyvllm.kernels.cuda.compile import Argument, Variant
 from pyvllm.kernels.cuda.tensor_map import TensorMap
+from tests.cuda_on_cpu.guarded import guarded
 
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[2] / "pyvllm" / "kernels" / "cuda"
@@ -62,16 +63,22 @@ def launch(
     shared_bytes: int,
     late: bool,
 ) -> None:
-    """As `Kernel.launch`, with tensors of the CPU. `late`: asynchronous copies happen when they are waited for."""
-    values: list[ctypes._SimpleCData | TensorMap] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            values.append(ctypes.c_void_p(arg.data_ptr()))
-        elif isinstance(arg, float):
-            values.append(ctypes.c_float(arg))
-        elif isinstance(arg, TensorMap):
-            values.append(arg)
-        else:
-            values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int(arg))
-    addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    _library(variant).launch(*grid, threads, shared_bytes, addresses, late)
+    """As `Kernel.launch`, with tensors of the CPU. `late`: asynchronous copies happen when they are waited for.
+
+    A kernel that touches what lies behind a tensor, if `late` what lies before it, ends the process.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    with guarded(tensors, before=late) as starts:
+        rest = iter(starts)
+        values: list[ctypes._SimpleCData | TensorMap] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                values.append(ctypes.c_void_p(next(rest)))
+            elif isinstance(arg, float):
+                values.append(ctypes.c_float(arg))
+            elif isinstance(arg, TensorMap):
+                values.append(arg)
+            else:
+                values.append(ctypes.c_void_p(0) if arg is None else ctypes.c_int(arg))
+        addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        _library(variant).launch(*grid, threads, shared_bytes, addresses, late)
