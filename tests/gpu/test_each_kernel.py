@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from pyvllm.kernels.cuda.decode import decode_attention, fused_decode_attention
+from pyvllm.kernels.cuda.gated_linear import gated_linear, tilings
 from pyvllm.kernels.cuda.kernels import reason_against
 from pyvllm.kernels.cuda.linear import skinny_linear
+from pyvllm.kernels.cuda.prefill import prefill_attention
 from pyvllm.kernels.triton.kernels import TritonKernels
 from pyvllm.sampler import sample
 from pyvllm.step import HEADER_LEN, StepView
-from tests import decode_cases, glue_cases
+from tests import decode_cases, glue_cases, prefill_cases
 from tests.attention_cases import SMALL, Cascade, compare, compare_cascades, spec
 from tests.glue_cases import HeadCase
 from tests.linear_cases import LinearCase, make, relative_error
@@ -105,3 +107,17 @@ def test_skinny_product_in_cuda(case: LinearCase) -> None:
         inputs.x, inputs.weight, bias=inputs.bias, norm=inputs.norm, residual=inputs.residual, gated=case.gated
     )
     assert relative_error(out, inputs.expected) < (4e-3 if case.dtype == torch.bfloat16 else 5e-4)
+
+
+@HOPPER
+def test_gated_layer_in_cuda() -> None:
+    inputs = make(LinearCase(m=70, n=136, k=200, gated=True), GPU)
+    for tiling in tilings(136, multiprocessors=132):
+        assert relative_error(gated_linear(inputs.x, inputs.weight, tiling=tiling), inputs.expected) < 4e-3
+
+
+@HOPPER
+def test_prefill_in_cuda() -> None:
+    for name in ("groups of 4", "blocks of 8"):
+        (case,) = (case for case in prefill_cases.CASES if case.name == name)
+        prefill_cases.compare(case, prefill_attention)
