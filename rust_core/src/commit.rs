@@ -163,19 +163,18 @@ impl Scheduler {
         if let (Some(table), Some((ids, logprobs, rank))) = (&mut history.logprobs, sampled.table_row(row)) {
             table.push(ids, logprobs, rank);
         }
-        if history.finish.is_some() {
-            self.blocks.release(std::mem::take(&mut sequence.table));
+        let finished = history.finish.is_some();
+        if (request.prompt.len() + history.output.len()) / self.config.block_size > sequence.num_published {
+            self.publish(group, index);
+        }
+        if finished {
+            self.blocks.release(std::mem::take(&mut group.sequences[index].table));
             let freed = usize::from(group.reserved > 0);
             group.reserved -= freed;
             self.num_reserved -= freed;
             touch(group, reference.slot, touched);
-        } else {
-            if (request.prompt.len() + history.output.len()) / self.config.block_size > sequence.num_published {
-                self.publish(group, index);
-            }
-            if group.request.params.output_kind != OutputKind::FinalOnly {
-                touch(group, reference.slot, touched);
-            }
+        } else if group.request.params.output_kind != OutputKind::FinalOnly {
+            touch(group, reference.slot, touched);
         }
     }
 

@@ -177,7 +177,11 @@ impl Scheduler {
                 num_rows: u32::from(caught_up),
                 prompt_rows: prompt_rows(&mut group, want),
             };
-            self.publish(&mut group, want.sequence);
+            // Kernels of decode steps read blocks before the step's own keys are in them: a token that is alone publishes
+            // what it completes when it is committed.
+            if want.len > 1 {
+                self.publish(&mut group, want.sequence);
+            }
             if !group.forked && end == group.shared_len() {
                 self.hand_on(&mut group, want.sequence);
                 entry.num_rows *= group.sequences.len() as u32;

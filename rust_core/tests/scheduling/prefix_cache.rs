@@ -54,6 +54,24 @@ fn b012_hits_say_what_misses_say() {
     assert_eq!(["cold", "warm", "other"].map(|id| engine.output(id).num_cached_tokens), [0, 8, 8]);
 }
 
+/// A step of single tokens may be one kernel that stores their keys and reads all that came before.
+#[test]
+fn a_step_of_single_tokens_reads_no_block_that_it_completes() {
+    let known = [prompt(1, 2), solo(&prompt(1, 2), &greedy(2))[0].clone()].concat();
+    let mut engine = Engine::new(config(32, 4));
+    engine.add("a", prompt(1, 2), greedy(3));
+    engine.step().unwrap();
+    engine.step().unwrap();
+    engine.add("b", [&known[..], &[9]].concat(), greedy(2));
+    let plan = engine.step().unwrap();
+    assert_eq!(plan.header(Header::NumTokens), 1 + 5);
+    let mut engine = Engine::new(config(32, 4));
+    engine.add("a", prompt(1, 2), greedy(3));
+    engine.drain(10);
+    engine.add("b", [&known[..], &[9]].concat(), greedy(2));
+    assert_eq!(engine.step().unwrap().header(Header::NumTokens), 1, "it is there when the text has ended");
+}
+
 /// Two requests of 34 + 35 tokens in 7 blocks of 16: one is preempted.
 fn preempting(num_blocks: usize) -> Engine {
     let mut config = config(num_blocks, 16);
