@@ -47,6 +47,8 @@ def profile_steps(driver: Driver, size: int, input_len: int, *, prompts: bool) -
         with profile(activities=[ProfilerActivity.CUDA], schedule=phases) as profiler:
             while steps < _STEPS and (not prompts or engine.stats().num_waiting):
                 engine.step()
+                if steps == -1:
+                    torch.cuda.synchronize()  # kernels launched by now do not count
                 profiler.step()
                 steps += 1
             torch.cuda.synchronize()
@@ -67,6 +69,8 @@ def _rows(events: Iterable[Any], steps: int) -> list[dict[str, Any]]:
         if event.device_type.name == "CUDA":
             times[event.name].append(event.time_range.elapsed_us())
             spans.append((event.time_range.start, event.time_range.end))
+    if not spans:
+        raise ValueError("the profiler saw no kernel: it may have no access to this GPU's counters")
     busy, reach = 0.0, 0.0
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, reach))

@@ -22,9 +22,11 @@ from pyvllm.staging import staging_words
 _TRIAL_TOKENS: Final = 3
 """Tokens that each trial request generates: steps that prefill, record a graph, and replay it."""
 _SMALL_BATCHES: Final = range(1, 17)
-"""Sizes with matrix products of their own."""
+"""Tokens of a step with matrix products of their own."""
 _CASCADE_SIZES: Final = (4, 16)
 """Sequences of a cascade that small and large kernels serve."""
+_JOINING_TOKENS: Final = (2, 16)
+"""Of a prompt in the same step as another sequence's next token: few and many have kernels of their own."""
 # All that a sampler can be asked for at once, and beams, which it takes another way.
 _GREEDIEST: Final = SamplingParams(
     temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=5
@@ -176,30 +178,36 @@ def _run_trial(
     trials = [(limits.max_num_seqs, prompt, _GREEDIEST), (limits.max_num_seqs, prompt, greedy)]
     if min(limits.max_num_seqs, limits.max_num_batched_tokens) >= _BEAMS.n:  # else there are no beams
         trials.append((limits.max_num_seqs // _BEAMS.n, prompt, _BEAMS))
-    small = [(size, prompt[:1], greedy) for size in _SMALL_BATCHES if size <= limits.max_num_seqs]
+    small = [
+        (size, [0], greedy) if size <= limits.max_num_seqs else (1, [0] * min(size, longest), greedy)
+        for size in _SMALL_BATCHES
+    ]
     if kernels.cascades and longest > block_size:
         small += [(1, [0] * longest, SamplingParams(n=n)) for n in _CASCADE_SIZES if n <= limits.max_num_seqs]
     make_scheduler = partial(_trial_scheduler, decoder, kv_cache, limits, block_size)
+    rounds = [[trial] for trial in trials + small]
+    rounds += [[small[0], (1, [0] * min(length, longest), greedy)] for length in _JOINING_TOKENS]
     with kernels.compile_ahead():
-        for trial in trials + small:
+        for arrivals in rounds:
             scheduler = make_scheduler([])
-            _add_requests(scheduler, *trial)
-            for _ in range(2):  # run ahead of the results, which there are none of
+            for step in range(2):  # run ahead of the results, which there are none of
+                for trial in arrivals[step : step + 1]:
+                    _add_requests(scheduler, f"{step}", *trial)
                 if (plan := scheduler.schedule()) is not None:
                     runner.launch(plan.buffer)
     scheduler = make_scheduler(sizes)
     for trial in [*trials, small[0], small[-1]]:
-        _add_requests(scheduler, *trial)
+        _add_requests(scheduler, "run", *trial)
         while (plan := scheduler.schedule()) is not None:
             launched = runner.launch(plan.buffer)
             scheduler.commit(launched.step, *launched.wait())
 
 
-def _add_requests(scheduler: _core.Scheduler, count: int, prompt: list[int], params: SamplingParams) -> None:
+def _add_requests(scheduler: _core.Scheduler, name: str, count: int, prompt: list[int], params: SamplingParams) -> None:
     params = params.clone()
     params.max_tokens, params.ignore_eos = _TRIAL_TOKENS, True
     for number in range(count):
-        scheduler.add_request(str(number), prompt, params)
+        scheduler.add_request(f"{name}-{number}", prompt, params)
 
 
 def _trial_scheduler(

@@ -20,7 +20,7 @@ from pyvllm.kernels.cuda.compile import (
     missing,
 )
 from pyvllm.kernels.cuda.decode import plan_launch as plan_launch_decode
-from pyvllm.kernels.cuda.gated_linear import pays, tilings
+from pyvllm.kernels.cuda.gated_linear import pays, prepare, tilings
 from pyvllm.kernels.cuda.linear import plan_launch, supports
 from pyvllm.kernels.cuda.prefill import plan_launch as plan_launch_prefill
 from pyvllm.kernels.cuda.prefill import supports as supports_prefill
@@ -209,6 +209,17 @@ def test_every_gated_linear_variant_of_known_models_compiles_without_spills(cach
         assert resources["REG"] in wanted[dict(variant.defines)["GROUPS"]], variant
         # The compiler waits after every product if it finds their registers used in between.
         assert _dump(compile_cubin(variant), tmp_path, "-sass").count("WARPGROUP.DEPBAR") == 2, variant
+
+
+def test_kernels_of_a_weight_that_were_only_compiled_are_asked_for_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        monkeypatch.setenv("PYVLLM_CACHE_ROOT", str(cache / name))
+        with compile_ahead():
+            prepare(14336, torch.bfloat16, multiprocessors=132, device_index=0)
+        count = len(list((cache / name / "cubins").iterdir()))
+        assert count == len(tilings(14336, multiprocessors=132)), name
 
 
 def test_every_prefill_variant_compiles_without_spills(cache: Path, tmp_path: Path) -> None:

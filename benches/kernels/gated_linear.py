@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benches.kernels.timing import Row, print_rows, time_chain
-from pyvllm.kernels.cuda.gated_linear import gated_linear, multiprocessors, pays, plan, tilings
+from pyvllm.kernels.cuda.gated_linear import gated_linear, pays, plan, tilings
 from pyvllm.kernels.cuda.kernels import CudaKernels
+from pyvllm.kernels.triton.attention_config import num_processors
 
 PEAK_TFLOPS: Final = 790
 """Of one H200, measured by cuBLAS with large matrices."""
@@ -45,7 +46,7 @@ def _case(name: str, m: int, n: int, k: int) -> Row:
     return {
         "case": name, "shape": f"{m}x{n}x{k}", "us": round(ours, 1), "percent": round(percent, 1),
         "cublas_us": round(product, 1), "with_gated_us": round(both, 1), "with_gated_over_ours": round(both / ours, 3),
-        "chosen": int(pays(m, n, k, multiprocessors=multiprocessors(0))),
+        "chosen": int(pays(m, n, k, multiprocessors=num_processors(x.device))),
     }  # fmt: skip
 
 
@@ -56,9 +57,9 @@ def sweep(rows: tuple[int, ...] = ROWS) -> list[Row]:
         weights = _weights(n, k)
         for m in rows:
             x = _random(m, k)
-            for tiling in tilings(n, multiprocessors=multiprocessors(0)):
+            for tiling in tilings(n, multiprocessors=num_processors(x.device)):
                 us = time_chain([partial(gated_linear, x, w, tiling=tiling) for w in weights])
-                chosen = tiling == plan(m, n, multiprocessors=multiprocessors(0))
+                chosen = tiling == plan(m, n, multiprocessors=num_processors(x.device))
                 lines.append({"case": name, "m": m, "us": round(us, 1), "tiling": str(tiling), "chosen": int(chosen)})
     return lines
 

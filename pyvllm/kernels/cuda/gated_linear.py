@@ -6,7 +6,7 @@ Symbols as in `linear.py`: M rows of x, K columns of x and of the weight, N colu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyvllm.kernels.cuda.compile import MAX_SHARED_BYTES, Argument, Variant, load
 from pyvllm.kernels.cuda.tensor_map import tensor_map
+from pyvllm.kernels.triton.attention_config import num_processors
 
 # As in gated_linear.cu.
 _GROUP_ROWS: Final = 64
@@ -146,9 +147,10 @@ def gated_linear(x: Tensor, weight: Tensor, *, tiling: Tiling | None = None) -> 
             "rows begin at 16 bytes and their elements lie together"
         )
     (m, k), n, index = x.shape, weight.shape[0] // 2, x.device.index
-    _prepare(n, x.dtype, index)
+    multiprocessors = num_processors(x.device)
+    prepare(n, x.dtype, multiprocessors=multiprocessors, device_index=index)
     if tiling is None:
-        tiling = plan(m, n, multiprocessors=multiprocessors(index))
+        tiling = plan(m, n, multiprocessors=multiprocessors)
     out = x.new_empty(m, n)
     args: tuple[Argument, ...] = (
         tensor_map(x, tiling.x_box),
@@ -157,7 +159,7 @@ def gated_linear(x: Tensor, weight: Tensor, *, tiling: Tiling | None = None) -> 
     )
     load(tiling.variant(x.dtype), index).launch(
         args,
-        grid=(min(tiling.tiles(m, n), multiprocessors(index)), 1, 1),
+        grid=(min(tiling.tiles(m, n), multiprocessors), 1, 1),
         threads=tiling.threads,
         shared_bytes=tiling.shared_bytes,
     )
@@ -184,16 +186,15 @@ def tilings(n: int, *, multiprocessors: int) -> tuple[Tiling, ...]:
     return tuple(Tiling(groups=groups, tile_n=tile_n) for groups, tile_n in shapes)
 
 
+def prepare(n: int, dtype: torch.dtype, *, multiprocessors: int, device_index: int) -> None:
+    """Compile and load all kernels for a weight. Not cached as a whole: in `compile_ahead` nothing is loaded."""
+    for variant in _variants(n, dtype, multiprocessors=multiprocessors):
+        load(variant, device_index)
+
+
 @lru_cache(maxsize=256)
-def _prepare(n: int, dtype: torch.dtype, device_index: int) -> None:
-    for tiling in tilings(n, multiprocessors=multiprocessors(device_index)):
-        load(tiling.variant(dtype), device_index)
-
-
-@cache
-def multiprocessors(device_index: int) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+def _variants(n: int, dtype: torch.dtype, *, multiprocessors: int) -> tuple[Variant, ...]:
+    return tuple(tiling.variant(dtype) for tiling in tilings(n, multiprocessors=multiprocessors))
 
 
 def _is_aligned(matrix: Tensor) -> bool:

@@ -19,6 +19,7 @@ from pyvllm.kernels.interface import LinearFunction
 from pyvllm.kernels.plain import Heads, Norm
 from pyvllm.kernels.triton import attention as paged
 from pyvllm.kernels.triton.attention import AttentionPlan
+from pyvllm.kernels.triton.attention_config import num_processors
 from pyvllm.kernels.triton.kernels import TritonKernels
 
 _HOPPER: Final = (9, 0)
@@ -132,5 +133,5 @@ class PackedLinear:
         """Whether `gated_linear` does for this `x`, and faster than cuBLAS; the weight is a gate and what it scales."""
         if self.bias is not None or not wide.serves(x, self.weight):
             return False
-        (m, k), n, index = x.shape, len(self.weight) // 2, x.device.index
-        return wide.pays(m, n, k, multiprocessors=wide.multiprocessors(index))
+        m, k = x.shape
+        return wide.pays(m, len(self.weight) // 2, k, multiprocessors=num_processors(x.device))

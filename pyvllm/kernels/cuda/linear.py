@@ -6,7 +6,7 @@ Symbols: M rows of x, K columns of x and of the weight, N columns of the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyvllm.kernels.cuda.compile import MAX_SHARED_BYTES, Argument, Variant, load
 from pyvllm.kernels.plain import Norm
+from pyvllm.kernels.triton.attention_config import num_processors
 
 MAX_ROWS: Final = 16
 """Of x."""
@@ -92,14 +93,14 @@ def skinny_linear(
     | result | `[M, N]` | gated: `silu(gate) * up` |
 
     All of one dtype, on one device and, but for `x`, contiguous; `supports` must hold. Deterministic. Kernels are
-    compiled at the first call for a shape: call `prepare`, or run once, before capturing a CUDA graph. Raises
-    `ValueError` for other shapes or dtypes.
+    compiled at the first call for a shape: run once before capturing a CUDA graph. Raises `ValueError` for other
+    shapes or dtypes.
     """
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     _check(x, weight, bias, norm, residual, n)
     out = x.new_empty(m, n) if residual is None else residual
     mode = 0 if norm is None else 2 if norm.weight_in_float32 else 1
-    launch = plan_launch(m, n, k, x.dtype, norm=mode, gated=gated, multiprocessors=_multiprocessors(x.device.index))
+    launch = plan_launch(m, n, k, x.dtype, norm=mode, gated=gated, multiprocessors=num_processors(x.device))
     args: tuple[Argument, ...] = (
         *(x, weight, bias, None if norm is None else norm.weight, residual, out),
         *(x.stride(0), m, n, 0.0 if norm is None else float(norm.eps)),
@@ -108,17 +109,6 @@ def skinny_linear(
         args, grid=(launch.blocks, 1, 1), threads=launch.threads, shared_bytes=launch.shared_bytes
     )
     return out
-
-
-def prepare(
-    rows: range, n: int, k: int, dtype: torch.dtype, *, norm: Norm | None, gated: bool, device: torch.device
-) -> None:
-    """Compile and load what `skinny_linear` needs for a layer and all numbers of rows that it `supports` of `rows`."""
-    mode = 0 if norm is None else 2 if norm.weight_in_float32 else 1
-    for m in rows:
-        if supports(m, n, k, dtype):
-            launch = plan_launch(m, n, k, dtype, norm=mode, gated=gated, multiprocessors=_multiprocessors(device.index))
-            load(launch.variant, device.index)
 
 
 @lru_cache(maxsize=4096)
@@ -173,11 +163,6 @@ def _shared_bytes(m: int, k: int, ring_bytes: int, *, normed: bool) -> int:
     columns = 8 if m <= 8 else 16
     sums = 4 * _WARPS * columns * (2 * (16 + _SUM_PADDING) + 1)
     return ring_bytes + sums + (2 * k if normed else 0) + 2 * m * (k + _X_PADDING)
-
-
-@cache
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, residual: Tensor | None, n: int) -> None:
