@@ -110,7 +110,7 @@ def test_fused_decode_attention_equals_the_reference(case: DecodeCase) -> None:
     decode_cases.compare_fused(case, partial(_run, late=True))
 
 
-def _run_prefill(query: Tensor, kv_layer: Tensor, output: Tensor, plan: AttentionPlan) -> None:
+def _run_prefill(query: Tensor, kv_layer: Tensor, output: Tensor, plan: AttentionPlan, *, late: bool) -> None:
     assert plan.prefill is not None
     launch = prefill.plan_launch(plan.attention, kv_layer.shape[3], kv_layer.dtype)
     kv_map = cuda_on_cpu.tensor_map(kv_layer, launch.box)
@@ -120,10 +120,12 @@ def _run_prefill(query: Tensor, kv_layer: Tensor, output: Tensor, plan: Attentio
         grid=(3, 1, 1),
         threads=launch.threads,
         shared_bytes=launch.shared_bytes,
-        late=True,
+        late=late,
     )
 
 
 @pytest.mark.parametrize("case", prefill_cases.CASES, ids=lambda case: case.name)
 def test_prefill_attention_equals_the_reference(case: PrefillCase) -> None:
-    prefill_cases.compare(case, _run_prefill, layers=1)
+    # One finds missing waits for data, the other for room: cases of both kinds are enough.
+    late = prefill_cases.CASES.index(case) % 2 == 0
+    prefill_cases.compare(case, partial(_run_prefill, late=late), layers=1)

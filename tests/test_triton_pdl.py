@@ -9,16 +9,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyvllm.kernels import Norm
+from pyvllm.kernels import Attention, Norm
+from pyvllm.kernels.reference import ReferenceKernels, ReferencePlan
 from pyvllm.kernels.triton import activation, attention, decode_attention, heads, norm
+from pyvllm.models import build_spec
+from pyvllm.step import StepView
 from tests import glue_cases as cases
 from tests.attention_cases import SMALL, Cascade, cascade_buffer, spec, step_buffer, used_kv, view
 from tests.glue_cases import HeadCase, Where
+from tests.tiny_models import Paged, config_of, hf_model, load, random_ids
 
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled on a GPU", allow_module_level=True)
@@ -92,23 +97,49 @@ def test_nothing_is_touched_before_waiting(make: Callable[[], Case], monkeypatch
     module, launch, tensors = make()
     expected_tensors = [tensor.clone() for tensor in tensors]
     expected = launch(*expected_tensors)
-    hidden: list[Tensor] = []
+    touched, hidden, empty = list(tensors), list[Tensor](), torch.empty
+
+    def new(*args: Any, **options: Any) -> Tensor:
+        """Memory that is new to this launch may be what the kernel before still reads."""
+        touched.append(empty(*args, **options))
+        return touched[-1]
 
     def begin() -> None:
         if not hidden:  # else the program before ended without waiting
-            hidden.extend(tensor.clone() for tensor in tensors)
-        for tensor in tensors:
-            tensor.fill_(float("nan"))
+            hidden.extend(tensor.clone() for tensor in touched)
+            for tensor in touched:
+                tensor.fill_(float("nan"))
 
     def wait() -> None:
-        for tensor, kept in zip(tensors, hidden, strict=True):
+        for tensor, kept in zip(touched, hidden, strict=True):
+            assert tensor.isnan().all(), "written before waiting"
             tensor.copy_(kept)
         hidden.clear()
 
+    monkeypatch.setattr(torch, "empty", new)
     monkeypatch.setattr(module, "allow_next", begin)
     monkeypatch.setattr(module, "wait_for_previous", wait)
-    torch.testing.assert_close(launch(*tensors), expected, rtol=0, atol=0)
+    actual = launch(*tensors)
     if hidden:
         wait()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     for tensor, expected_tensor in zip(tensors, expected_tensors, strict=True):
         torch.testing.assert_close(tensor, expected_tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_plans_are_made_before_the_embedding_behind_which_they_are_read_without_waiting() -> None:
+    calls = []
+
+    class Noting(ReferenceKernels):
+        def plan(self, step: StepView, attention: Attention, kv_layer: Tensor) -> ReferencePlan:
+            calls.append("plan")
+            return super().plan(step, attention, kv_layer)
+
+        def embed(self, token_ids: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+            calls.append("embed")
+            return super().embed(token_ids, previous, table)
+
+    model = hf_model("qwen2-window")
+    decoder = load(build_spec(config_of(model)), model.state_dict())
+    Paged(decoder, block_size=4, kernels=Noting()).step({0: random_ids(1)})
+    assert calls == ["plan", "plan", "embed"]

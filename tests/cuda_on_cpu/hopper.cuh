@@ -100,7 +100,13 @@ DEVICE void init_barrier(Barrier* barrier, int count) {
 }
 
 DEVICE void publish_barriers() {}
-DEVICE void arrive(Barrier* barrier) { cpu::count(barrier, 1, 0); }
+
+// Others go on first, with the place in memory that this gave them.
+DEVICE void arrive(Barrier* barrier) {
+    cpu::count(barrier, 1, 0);
+    swapcontext(&cpu::current->context, &cpu::scheduler);
+}
+
 DEVICE void arrive_and_expect(Barrier* barrier, u32 bytes) { cpu::count(barrier, 1, bytes); }
 
 DEVICE void wait(Barrier* barrier, u32 parity) {

@@ -140,7 +140,6 @@ DEVICE float4 load_fresh(const float4* source) {
 // Once all blocks have called this, the next kernel may begin.
 DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Waits until the kernel before this one has ended and its writes are visible. Every thread must call this before it
-// touches what another kernel may write, or writes; in every kernel some block does, so that the end of a kernel implies
-// the end of all before it.
+// Waits until the kernel before this one has ended and its writes are visible. What threads may touch before they call
+// this, and who must: see kernels/triton/pdl.py.
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -9,6 +9,7 @@
 //
 // Macros: FLOAT16 (see device.cuh); GROUPS: 1 to 3; TILE_N: a multiple of 32 to 256, 224 at most with 3 groups; STAGES.
 #include <hopper.cuh>
+#include <transpose.cuh>
 
 constexpr int TILE_M = 64 * GROUPS;
 constexpr int COLUMNS = TILE_N / 2;  // of y, of a tile
@@ -157,23 +158,6 @@ DEVICE void multiply(Sums& sums, const Ring& ring, Place& place, int group, int 
 #pragma unroll
     for (int part = 0; part < PARTS; part++) pin(sums[part]);
     release(ring, previous);
-}
-
-// Four lanes that follow each other exchange words: lane i gets the i-th of each.
-DEVICE void transpose_words(u32 (&words)[4]) {
-    bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        u32 other = __shfl_xor_sync(ALL_LANES, odd ? words[i] : words[i + 1], 1);
-        words[i] = odd ? other : words[i];
-        words[i + 1] = odd ? words[i + 1] : other;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 other = __shfl_xor_sync(ALL_LANES, upper ? words[i] : words[i + 2], 2);
-        words[i] = upper ? other : words[i];
-        words[i + 2] = upper ? words[i + 2] : other;
-    }
 }
 
 DEVICE float at(const Sums& sums, int index) { return sums[index / PART_SUMS][index % PART_SUMS]; }

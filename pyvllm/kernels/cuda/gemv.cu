@@ -11,8 +11,8 @@
 // Warps meet when they have done several tiles, and add up all of these at once.
 //
 // Macros: FLOAT16 (see device.cuh); K, a multiple of STEP; WARPS; STAGES; ROWS: 8 or 16, 16 with GATED; BLOCKS_OF_8:
-// 1 for M <= 8, 2 for M <= 16; NORM: 0 none, 1 RMSNorm of x, its quotient rounded before it is multiplied, 2 only the product rounded;
-// GATED: 1 if y = silu(gate) * up, W being the N rows of gate, then those of up.
+// 1 for M <= 8, 2 for M <= 16; NORM: 0 none, 1 RMSNorm of x, its quotient rounded before it is multiplied, 2 only the
+// product rounded; GATED: 1 if y = silu(gate) * up, W being the N rows of gate, then those of up.
 #include <device.cuh>
 
 constexpr int THREADS = WARPS * 32;

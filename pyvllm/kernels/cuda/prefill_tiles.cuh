@@ -8,6 +8,7 @@
 // Macros: see `prefill_attention.cu`.
 #pragma once
 #include <hopper.cuh>
+#include <transpose.cuh>
 
 constexpr int ROWS = 64 * WARP_GROUPS;
 constexpr int CHUNKS = HEAD_DIM / 8;   // of 16 bytes of a row
@@ -119,17 +120,6 @@ DEVICE void zero_values(unsigned char* values, int count, int barrier) {
     meet(barrier, 128);
 }
 
-// Of words a, b, c, d of each of four neighbouring lanes: lane t gets the words t, by lane.
-DEVICE uint4 transpose_words(u32 a, u32 b, u32 c, u32 d) {
-    bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
-    u32 x = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), y = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
-    // Words 2 * high and the next, of lanes with t = odd and t = odd + 2.
-    u32 low0 = high ? x : a, low1 = high ? y : b, high0 = high ? c : x, high1 = high ? d : y;
-    x = __shfl_xor_sync(ALL_LANES, odd ? low0 : low1, 1);
-    y = __shfl_xor_sync(ALL_LANES, odd ? high0 : high1, 1);
-    return odd ? uint4{x, low1, y, high1} : uint4{low0, x, high0, y};
-}
-
 // `target` [T, H, D].
 DEVICE void store_output(u16* target, const float (&output)[HEAD_DIM / 2], const State& state, const Work& work,
                          int num_heads) {
@@ -151,8 +141,8 @@ DEVICE void store_output(u16* target, const float (&output)[HEAD_DIM / 2], const
                 const float* pair = output + 4 * (i + j) + 2 * half;
                 words[j] = pack(pair[0] * inverse, pair[1] * inverse);
             }
-            uint4 chunk = transpose_words(words[0], words[1], words[2], words[3]);
-            if (token < work.tokens) chunks[i + t] = chunk;
+            transpose_words(words);
+            if (token < work.tokens) chunks[i + t] = {words[0], words[1], words[2], words[3]};
         }
     }
 }

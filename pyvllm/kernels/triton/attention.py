@@ -119,6 +119,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Prepare a step of at least one token; see `Kernels.plan`. `config` is that of `default_config` unless given.
 
+    Kernels of layers read the plan without waiting for what makes it: before the first of them another must be launched
+    without `pdl.launch_options`, such as the embedding.
+
     Raises `ValueError` if the scale is not positive or KV memory is not contiguous.
     """
     if attention.scale <= 0:
