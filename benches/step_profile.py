@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pyvllm.bench.latency import Driver
-from pyvllm.bench.options import parse_numbers
+from pyvllm.bench.options import check_at_least, parse_numbers
 from pyvllm.bench.report import Report, Row, say, show, table
 from pyvllm.config import EngineArgs
 
@@ -70,7 +70,7 @@ def _rows(events: Iterable[Any], steps: int) -> list[dict[str, Any]]:
             times[event.name].append(event.time_range.elapsed_us())
             spans.append((event.time_range.start, event.time_range.end))
     if not spans:
-        raise ValueError("the profiler saw no kernel: it may have no access to this GPU's counters")
+        raise ValueError("the profiler saw no kernel")
     busy, reach = 0.0, 0.0
     for begin, end in sorted(spans):
         busy += max(0.0, end - max(begin, reach))
@@ -108,7 +108,11 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=24, help="kernels to show")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    sizes = parse_numbers("sequences", args.sequences)
+    try:
+        sizes = parse_numbers("sequences", args.sequences)
+        check_at_least(args, input_len=1, top=1)
+    except ValueError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         parser.error("there is no GPU (torch.cuda.is_available() is False)")
     report = Report("step_profile", vars(args), args.json)

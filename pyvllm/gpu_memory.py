@@ -191,8 +191,8 @@ def _run_trial(
         for arrivals in rounds:
             scheduler = make_scheduler([])
             for step in range(2):  # run ahead of the results, which there are none of
-                for trial in arrivals[step : step + 1]:
-                    _add_requests(scheduler, f"{step}", *trial)
+                if step < len(arrivals):
+                    _add_requests(scheduler, str(step), *arrivals[step])
                 if (plan := scheduler.schedule()) is not None:
                     runner.launch(plan.buffer)
     scheduler = make_scheduler(sizes)

@@ -2,7 +2,7 @@
 
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,24 +103,26 @@ def _resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in (field.split(":") for field in line.split())}
 
 
-def test_every_gemv_variant_of_known_models_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
-    variants = _gemv_variants()
+def _without_spills(variants: Sequence[Variant], folder: Path) -> Iterator[tuple[Variant, bytes, int]]:
+    """Each with its cubin and registers, having none of them in memory."""
     _fill_cache(variants)
     for variant in variants:
-        resources = _resources(compile_cubin(variant), tmp_path)
+        cubin = compile_cubin(variant)
+        resources = _resources(cubin, folder)
         assert resources["STACK"] == 0, variant
         assert resources["LOCAL"] == 0, variant
+        yield variant, cubin, resources["REG"]
+
+
+def test_every_gemv_variant_of_known_models_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
+    for variant, _, registers in _without_spills(_gemv_variants(), tmp_path):
         # Blocks of two kernels that follow each other share a multiprocessor's 65,536 registers.
-        assert resources["REG"] * 256 <= 32768, variant
+        assert registers * 256 <= 32768, variant
 
 
 def test_every_decode_variant_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
     variants = _decode_variants()
-    _fill_cache(variants)
-    for variant in variants:
-        resources = _resources(compile_cubin(variant), tmp_path)
-        assert resources["STACK"] == 0, variant
-        assert resources["LOCAL"] == 0, variant
+    assert len(list(_without_spills(variants, tmp_path))) == len(variants)
 
 
 def test_gemv_shared_memory_fits_and_leaves_room_for_the_next_kernel_of_a_small_model_at_batch_one() -> None:
@@ -199,16 +201,12 @@ def test_every_gated_linear_variant_of_known_models_compiles_without_spills(cach
         for tiling in tilings(n, multiprocessors=132)
     ]
     assert len(variants) == 6
-    _fill_cache(variants)
-    for variant in variants:
-        resources = _resources(compile_cubin(variant), tmp_path)
-        assert resources["STACK"] == 0, variant
-        assert resources["LOCAL"] == 0, variant
+    for variant, cubin, registers in _without_spills(variants, tmp_path):
         # What the warp groups take and give back afterwards is counted from this.
         wanted = {1: range(256), 2: range(168, 169), 3: range(128, 129)}
-        assert resources["REG"] in wanted[dict(variant.defines)["GROUPS"]], variant
+        assert registers in wanted[dict(variant.defines)["GROUPS"]], variant
         # The compiler waits after every product if it finds their registers used in between.
-        assert _dump(compile_cubin(variant), tmp_path, "-sass").count("WARPGROUP.DEPBAR") == 2, variant
+        assert _dump(cubin, tmp_path, "-sass").count("WARPGROUP.DEPBAR") == 2, variant
 
 
 def test_kernels_of_a_weight_that_were_only_compiled_are_asked_for_again(
@@ -223,17 +221,12 @@ def test_kernels_of_a_weight_that_were_only_compiled_are_asked_for_again(
 
 
 def test_every_prefill_variant_compiles_without_spills(cache: Path, tmp_path: Path) -> None:
-    variants = _prefill_variants()
-    _fill_cache(variants)
-    for variant in variants:
-        resources = _resources(compile_cubin(variant), tmp_path)
-        assert resources["STACK"] == 0, variant
-        assert resources["LOCAL"] == 0, variant
+    for variant, cubin, registers in _without_spills(_prefill_variants(), tmp_path):
         # What the warp groups take and give back afterwards is counted from this.
-        assert resources["REG"] == 168, variant
+        assert registers == 168, variant
         # The compiler waits after every product if it finds their registers used in between, and may move the softmax
         # of a tile behind the wait for the product beside which it should run: that of the loop's two waits.
-        code = _dump(compile_cubin(variant), tmp_path, "-sass")
+        code = _dump(cubin, tmp_path, "-sass")
         _, _, between_waits, _, _ = code.split("WARPGROUP.DEPBAR")
         assert between_waits.count("MUFU.EX2") >= 64, variant
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::beam::{self, Offer, Stuck};
 use crate::draft::{Flight, RowRef};
 use crate::error::{Error, Result};
+use crate::fault::Fault;
 use crate::output::{Completion, LogprobTable, Output};
 use crate::plan::RowParam;
 use crate::request::OutputKind;
@@ -175,6 +176,37 @@ impl Scheduler {
             touch(group, reference.slot, touched);
         } else if group.request.params.output_kind != OutputKind::FinalOnly {
             touch(group, reference.slot, touched);
+        }
+    }
+
+    /// Offer a sequence's full blocks, as far as their KV is scheduled and their tokens are known, to the cache.
+    pub(crate) fn publish(&mut self, group: &mut Group, index: usize) {
+        if !self.config.enable_prefix_caching {
+            return;
+        }
+        let block_size = self.config.block_size;
+        let sequence = &group.sequences[index];
+        if sequence.table.is_on_host() {
+            return;
+        }
+        let known = sequence.num_tokens(group.prompt_len());
+        let ready = if self.blocks.faults.has(Fault::PublishUncomputed) {
+            known.min(sequence.table.len() * block_size)
+        } else {
+            known.min(sequence.num_computed_tokens)
+        };
+        for block in sequence.num_published..ready / block_size {
+            let sequence = &group.sequences[index];
+            let hash = sequence.hashes.get(block).copied().unwrap_or_else(|| {
+                let parent = sequence.hashes.last().copied().unwrap_or(group.request.root_hash);
+                self.blocks.chain_hash(parent, &group.block_tokens(sequence, block, block_size))
+            });
+            let sequence = &mut group.sequences[index];
+            if block == sequence.hashes.len() {
+                sequence.hashes.push(hash);
+            }
+            self.blocks.publish(&sequence.table, block, hash);
+            sequence.num_published = block + 1;
         }
     }
 

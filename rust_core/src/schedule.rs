@@ -223,37 +223,6 @@ impl Scheduler {
         }
     }
 
-    /// Offer a sequence's full blocks, as far as their KV is scheduled and their tokens are known, to the cache.
-    pub(crate) fn publish(&mut self, group: &mut Group, index: usize) {
-        if !self.config.enable_prefix_caching {
-            return;
-        }
-        let block_size = self.config.block_size;
-        let sequence = &group.sequences[index];
-        if sequence.table.is_on_host() {
-            return;
-        }
-        let known = sequence.num_tokens(group.prompt_len());
-        let ready = if self.blocks.faults.has(Fault::PublishUncomputed) {
-            known.min(sequence.table.len() * block_size)
-        } else {
-            known.min(sequence.num_computed_tokens)
-        };
-        for block in sequence.num_published..ready / block_size {
-            let sequence = &group.sequences[index];
-            let hash = sequence.hashes.get(block).copied().unwrap_or_else(|| {
-                let parent = sequence.hashes.last().copied().unwrap_or(group.request.root_hash);
-                self.blocks.chain_hash(parent, &group.block_tokens(sequence, block, block_size))
-            });
-            let sequence = &mut group.sequences[index];
-            if block == sequence.hashes.len() {
-                sequence.hashes.push(hash);
-            }
-            self.blocks.publish(&sequence.table, block, hash);
-            sequence.num_published = block + 1;
-        }
-    }
-
     /// Take a running group's device blocks away.
     fn preempt(&mut self, key: Key, draft: &mut Draft) {
         let Some(mut group) = self.groups[key.slot as usize].take() else { return };
